@@ -65,7 +65,7 @@ def failure(job: Job) -> GatewayError | None:
         return None
     if job.error is None:
         return GatewayError("The job failed.")
-    error = _FAILURES.get(job.error.code, CallerError)(job.error.message)
+    error = _FAILURES.get(job.error.code, CallerError)(job.error.message, param=job.error.param)
     error.code = job.error.code
     if not isinstance(error, CallerError):
         error.headers = NOT_AGAIN

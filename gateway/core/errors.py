@@ -13,6 +13,7 @@
         BatchNotFound           404 invalid_request_error / batch_not_found
         JobNotFound             404 invalid_request_error / job_not_found
         JobEnded                409 invalid_request_error / job_ended
+      JobNotEnded             409 invalid_request_error / job_not_ended
         JobNotFinished          409 invalid_request_error / completion_not_finished   + Retry-After
         JobCancelled            410 invalid_request_error / job_cancelled
         RequestTimeout          408 invalid_request_error / request_timeout
@@ -181,6 +182,13 @@ class JobEnded(CallerError):
 
     status = 409
     code = "job_ended"
+
+
+class JobNotEnded(CallerError):
+    """The job is queued or running, so there is nothing to retry; for operators."""
+
+    status = 409
+    code = "job_not_ended"
 
 
 class JobNotFinished(CallerError):

@@ -80,10 +80,11 @@ class NewJob:
 
 @dataclass(frozen=True, slots=True)
 class JobError:
-    """Why a job failed: `code` as in the error envelope, and a message for its owner."""
+    """Why a job failed: as in the error envelope."""
 
     code: str
     message: str
+    param: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

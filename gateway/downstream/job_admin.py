@@ -9,7 +9,7 @@ from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
 
 from gateway.core.chat_jobs import job_id as id_for_chat
-from gateway.core.errors import InvalidRequest, JobEnded, JobNotFound, RouteNotFound
+from gateway.core.errors import InvalidRequest, JobEnded, JobNotEnded, JobNotFound, RouteNotFound
 from gateway.core.jobs import Job, JobStatus, Lane
 from gateway.downstream.files import limit_of
 from gateway.downstream.operator_json import indented
@@ -59,11 +59,14 @@ class _Handlers:
         @post(f"{PATH}/{{job_id:str}}/retry", status_code=200)
         async def retry(job_id: FromPath[str]) -> Response[bytes]:
             job_id = _own_id(job_id)
-            found = await self._jobs.retry(job_id)
-            if found is not None and found.status.is_final:
-                raise JobEnded(
-                    f"The job is {found.status.value}: only failed and cancelled ones can be retried."
-                )
+            found = await self._jobs.get(job_id)
+            if found is not None:
+                if found.status not in {JobStatus.FAILED, JobStatus.CANCELLED}:
+                    kind = JobEnded if found.status.is_final else JobNotEnded
+                    raise kind(
+                        f"The job is {found.status.value}: only failed and cancelled ones can be retried."
+                    )
+                found = await self._jobs.retry(job_id)
             if found is not None:
                 log.info("an operator retried job %s", job_id, extra=about("operator_retried_job", id=job_id))
             return self._shown(found, job_id)

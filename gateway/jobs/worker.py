@@ -395,7 +395,7 @@ class Worker:
             case None:
                 await self._finish(claim, (await self._answer_so_far(job)).status)
             case BackendRejected():
-                await self._finish(claim, JobStatus.FAILED, JobError(failure.code, failure.message))
+                await self._finish(claim, JobStatus.FAILED, _error_of(failure))
             case CallerError():
                 await self._refuse(claim, failure)
             case _:
@@ -450,7 +450,7 @@ class Worker:
 
     async def _refuse(self, claim: _Claim, failure: CallerError) -> None:
         """Return a job that the configuration cannot run here."""
-        job, error = claim.job, JobError(failure.code, failure.message)
+        job, error = claim.job, _error_of(failure)
         became = await _until_answered(
             lambda: self._store.refuse(
                 job.id,
@@ -507,6 +507,10 @@ def _log_failed(job: Job, failure: GatewayError) -> None:
             reason=failure.message,
         ),
     )
+
+
+def _error_of(failure: GatewayError) -> JobError:
+    return JobError(failure.code, failure.message, failure.param)
 
 
 async def _until_answered(ask: Callable[[], Awaitable[T]]) -> T:

@@ -1,11 +1,11 @@
--- ARGV  id, attempt, token of its claim, status, then code and message of an error.
+-- ARGV  id, attempt, token of its claim, status, then code, message and parameter of an error.
 -- Returns whether the attempt has ended the job.
 
-local id, attempt, token, status, code, message = unpack(ARGV, OWN_ARGUMENTS)
+local id, attempt, token, status, code, message, param = unpack(ARGV, OWN_ARGUMENTS)
 local job = load(id)
 
 if holds(job, attempt, token) then
-    end_job(job, status, code, message)
+    end_job(job, status, code, message, param)
     return 1
 end
 -- It has ended so already: the reply to that was lost.

@@ -1,9 +1,9 @@
 -- ARGV  id, attempt, token of its claim, configuration of the worker that refuses it, ms to rest, failures after which a
---       job is given up, code and message of the error.
+--       job is given up, code, message and parameter of the error.
 -- Returns 'left' to others, who may run it, at no cost; else 'failed', or 'ended' where it was the last try; nothing where
 -- the attempt does not have the job.
 
-local id, attempt, token, config, rest_ms, attempts_max, code, message = unpack(ARGV, OWN_ARGUMENTS)
+local id, attempt, token, config, rest_ms, attempts_max, code, message, param = unpack(ARGV, OWN_ARGUMENTS)
 local job = load(id)
 
 insist(TAG)
@@ -15,7 +15,7 @@ if holds(job, attempt, token) then
     end
     local is_left = config ~= '' and may_be_run(configs_of(job.lane), refused)
     if not is_left and job.failures + 1 >= tonumber(attempts_max) then
-        end_job(job, 'failed', code, message)
+        end_job(job, 'failed', code, message, param)
         return 'ended'
     end
     leave(job)

@@ -51,8 +51,11 @@ local STATE = {
 }
 local SHOWN = {
     'owner', 'lane', 'priority', 'keep', 'expires', 'batch', 'status', 'attempt', 'failures', 'created',
-    'started', 'ended', 'retry_at', 'chunks', 'worker', 'error_code', 'error_message', 'bytes', 'token', 'body', 'facts'
+    'started', 'ended', 'retry_at', 'chunks', 'worker', 'error_code', 'error_message', 'error_param', 'bytes', 'token',
+    'body', 'facts'
 }
+
+local ERROR = {'error_code', 'error_message', 'error_param'}
 
 local function key(...)
     return TAG .. ':' .. table.concat({...}, ':')
@@ -290,14 +293,14 @@ local function ended_as(job)
 end
 
 -- Makes a job final. This is the only place where that happens.
-local function end_job(job, status, code, message)
+local function end_job(job, status, code, message, param)
     leave(job)
     if job.status == 'in_progress' then
         count_end(job.lane)
     end
     set(job, {status = status, ended = now, retry_at = 0, stream = '', entry = ''})
     if code then
-        set(job, {error_code = code, error_message = message})
+        set(job, {error_code = code, error_message = message, error_param = param or ''})
     end
     redis.call('HDEL', key('refused', job.lane), job.id)
     redis.call('HINCRBY', key('totals'), (OUTCOMES[code] or status) .. ' ' .. job.lane, 1)

@@ -66,8 +66,8 @@ _SCRIPTS = (
 )
 _SHOWN = (  # as in jobs.lua
     *("owner", "lane", "priority", "keep", "expires", "batch", "status", "attempt", "failures", "created"),
-    *("started", "ended", "retry_at", "chunks", "worker", "error_code", "error_message", "bytes"),
-    *("token", "body", "facts"),
+    *("started", "ended", "retry_at", "chunks", "worker", "error_code", "error_message"),
+    *("error_param", "bytes", "token", "body", "facts"),
 )
 
 
@@ -299,7 +299,7 @@ class RedisJobs:
         self, job_id: str, attempt: int, status: JobStatus, error: JobError | None = None, claim: str = ""
     ) -> bool:
         """See `ports.JobStore.finish`."""
-        words = () if error is None else (error.code, error.message)
+        words = () if error is None else _words(error)
         return bool(await self._run("finish", job_id, attempt, claim, status, *words))
 
     async def give_back(
@@ -330,7 +330,7 @@ class RedisJobs:
     ) -> Refused | None:
         """See `ports.JobStore.refuse`."""
         rest_ms = max(0, round(after_s * 1000))
-        words = (config, rest_ms, attempts_max, error.code, error.message)
+        words = (config, rest_ms, attempts_max, *_words(error))
         reply = await self._run("refuse", job_id, attempt, claim, *words)
         return None if reply is None else Refused(reply.decode())
 
@@ -513,6 +513,10 @@ def _digest(*words: str) -> str:
     return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
+def _words(error: JobError) -> tuple[str, str, str]:
+    return error.code, error.message, error.param or ""
+
+
 def _job_or_none(reply: Sequence[Any] | None) -> Job | None:
     return None if reply is None else _job(reply)
 
@@ -551,7 +555,7 @@ def _job(reply: Sequence[Any]) -> Job:
         size_bytes=int(text("bytes")),
         worker=text("worker"),
         claim=text("token"),
-        error=JobError(code, text("error_message")) if code else None,
+        error=JobError(code, text("error_message"), text("error_param") or None) if code else None,
     )
 
 

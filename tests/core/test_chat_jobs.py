@@ -164,9 +164,10 @@ def test_what_was_void_before_anything_was_sent_is_not_shown() -> None:
 def test_a_failed_job_is_the_error_that_its_caller_would_have_got(
     code: str, status: int, type: str, comes_again: bool
 ) -> None:
-    error = failure(job(JobStatus.FAILED, JobError(code, "Why.")))
+    error = failure(job(JobStatus.FAILED, JobError(code, "Why.", "top_p")))
 
     assert isinstance(error, GatewayError)
+    assert error.param == "top_p"
     assert (error.http_status, error.type, error.code, error.message) == (status, type, code, "Why.")
     assert ((b"x-should-retry", b"false") not in error.headers) is comes_again
 

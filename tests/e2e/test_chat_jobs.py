@@ -690,7 +690,7 @@ async def test_what_a_backend_refuses_is_the_callers_error(gateway: Site, stream
             **ASK, **THINKING, stream=stream, extra_body={"top_p": 7}
         )
 
-    assert caught.value.code == "invalid_request"
+    assert (caught.value.code, caught.value.param) == ("invalid_request", "top_p")
     assert caught.value.response.headers["x-gateway-class"] == "reasoning"
 
 

@@ -310,6 +310,7 @@ async def test_jobs_are_looked_at_cancelled_and_tried_again(tmp_path: Path, stor
         answered = await command("retry", waits.id, *at)
         again = await command("retry", other_name, "--json", "--admin", working.admin)
         begun = await serving.until(runs.id, "in_progress")
+        twice = await working.post(f"/admin/jobs/{runs.id}/retry")
         refused = await working.post(f"/admin/jobs/{waits.id}/retry")
         stopped = await working.post(f"/admin/jobs/{runs.id}/cancel")
 
@@ -323,6 +324,9 @@ async def test_jobs_are_looked_at_cancelled_and_tried_again(tmp_path: Path, stor
         assert (again.status, again.json["attempts"]) == (0, 1)
         assert begun.status == "in_progress"
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "job_ended")
+        assert (twice.status_code, twice.json()["error"]["code"]) == (409, "job_not_ended")
+        retries = re.findall(r'"operator_retried_job", "id": "(\w+)"', working.process.output)
+        assert retries == [runs.id]
         assert (stopped.json()["status"], stopped.json()["attempts"]) == ("cancelled", 2)
 
         line = f'gateway_job_attempts_total{{beginning="new",lane="{LANE}",outcome="lost"}}'

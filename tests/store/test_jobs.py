@@ -411,6 +411,7 @@ async def test_a_job_that_expires_is_not_handed_out_before_the_sweep(
         (JobStatus.COMPLETED, None),
         (JobStatus.INCOMPLETE, None),
         (JobStatus.FAILED, JobError("invalid_request", "It was \u2018wrong\u2019.")),
+        (JobStatus.FAILED, JobError("invalid_request", "It was wrong.", "top_p")),
     ],
 )
 async def test_an_end_is_for_good(
