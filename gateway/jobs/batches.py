@@ -9,7 +9,7 @@ Only some lines of a batch are jobs at any time, and further lines follow as the
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -176,12 +176,7 @@ class BatchRunner:
                 await self._collect(claim, snapshot, line)
             is_moving = bool(snapshot.ended)
             if snapshot.status is BatchStatus.FINALIZING:
-                await self._batches.move(claim, BatchStatus.FINALIZING, BatchStatus.COMPLETED)
-                log.info(
-                    "batch %s: completed",
-                    claim.batch.id,
-                    extra=about("batch_ended", id=claim.batch.id, status=BatchStatus.COMPLETED.value),
-                )
+                await self._move(claim, BatchStatus.FINALIZING, BatchStatus.COMPLETED)
                 return
             if snapshot.is_given_up:
                 if not is_stopped:
@@ -192,13 +187,7 @@ class BatchRunner:
                 is_moving = await self._submit_some(snapshot, lines) or is_moving
             if lines.is_over and not is_moving and not snapshot.running:
                 new = _end_of(snapshot)
-                if await self._batches.move(claim, snapshot.status, new) and new.is_final:
-                    log.info(
-                        "batch %s: %s",
-                        claim.batch.id,
-                        new,
-                        extra=about("batch_ended", id=claim.batch.id, status=new.value),
-                    )
+                if await self._move(claim, snapshot.status, new) and new.is_final:
                     return
             elif not is_moving:
                 await anyio.sleep(self._rules.look_s)
@@ -220,7 +209,7 @@ class BatchRunner:
         while not reader.is_over:
             snapshot = await self._batches.look(claim)
             if snapshot.is_given_up:
-                await self._batches.move(claim, snapshot.status, _end_of(snapshot))
+                await self._move(claim, snapshot.status, _end_of(snapshot))
                 return False
             piece = await self._files.read(claim.batch.input_file_id, offset)
             offset += len(piece)
@@ -239,10 +228,30 @@ class BatchRunner:
             extra=about("batch_read", id=claim.batch.id, requests=reader.count, errors=len(errors)),
         )
         total = 0 if errors else reader.count
-        moved = await self._batches.move(claim, BatchStatus.VALIDATING, new, total=total, errors=errors)
+        moved = await self._move(claim, BatchStatus.VALIDATING, new, total=total, errors=errors)
         if not moved:  # it was cancelled in the meantime
-            await self._batches.move(claim, BatchStatus.CANCELLING, BatchStatus.CANCELLED)
+            await self._move(claim, BatchStatus.CANCELLING, BatchStatus.CANCELLED)
         return moved and not errors
+
+    async def _move(
+        self,
+        claim: BatchClaim,
+        old: BatchStatus,
+        new: BatchStatus,
+        *,
+        total: int | None = None,
+        errors: Sequence[BatchLineError] = (),
+    ) -> bool:
+        """Change a batch's status from `old` to `new`, and log its end; see `ports.BatchStore.move`."""
+        moved = await self._batches.move(claim, old, new, total=total, errors=errors)
+        if moved and new.is_final:
+            log.info(
+                "batch %s: %s",
+                claim.batch.id,
+                new.value,
+                extra=about("batch_ended", id=claim.batch.id, status=new.value),
+            )
+        return moved
 
     # ------------------------------------------------------------ submitting lines
 

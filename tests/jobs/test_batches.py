@@ -254,10 +254,14 @@ async def test_a_bad_file_of_many_pieces_fails_with_its_lines(world: BatchWorld)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n"])
-async def test_a_file_without_requests_fails(world: BatchWorld, content: bytes) -> None:
+async def test_a_file_without_requests_fails(
+    world: BatchWorld, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     await make(world, content)
     async with running(world):
         batch = await ended(world)
+        await until(world, lambda _: "batch batch_1: failed" in caplog.messages)
     assert [error.code for error in batch.errors] == ["empty_file"]
 
 
