@@ -288,7 +288,7 @@ def _succeeded(status: BackendStatus, served: int, now: float, rules: HealthRule
 def _attempt_failed(
     status: BackendStatus, outcome: Outcome, detail: str, now: float, rules: HealthRules
 ) -> BackendStatus:
-    detail = f"{outcome.value}: {detail}" if detail else outcome.value
+    detail = f"{outcome.value}: {detail.removesuffix('.')}" if detail else outcome.value
     status = replace(status, last_error=detail)
     if not usable(status):
         return status  # already out of service; requests that were in flight do not count
