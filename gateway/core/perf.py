@@ -57,9 +57,13 @@ class PerfModel:
             return self.t_fixed + mem + comp
         return float(self.t_fixed + (mem**self.sharp + comp**self.sharp) ** (1 / self.sharp))
 
+    def lone_step_s(self, context_tokens: int = 1024) -> float:
+        """Return the duration of a step with a single stream at that context length, in seconds."""
+        return self.step_s(decoding=1, context_sum=context_tokens, context_max=context_tokens)
+
     def lone_tokens_per_s(self, context_tokens: int = 1024) -> float:
         """Return the decode rate of a single stream at that context length, in tokens per second."""
-        return self.accept / self.step_s(decoding=1, context_sum=context_tokens, context_max=context_tokens)
+        return self.accept / self.lone_step_s(context_tokens)
 
     def prefill_s(self, prompt_tokens: int, batched_tokens: int) -> float:
         """Return the prefill seconds of a prompt on an idle engine, in chunks of at most `batched_tokens`.

@@ -92,9 +92,10 @@ Count = Annotated[int, Field(ge=0), BeforeValidator(number), AfterValidator(_cou
 Attempts = Annotated[int, Field(ge=1, le=10), BeforeValidator(number)]
 Seconds = Annotated[float, Field(gt=0, le=SECONDS_MAX, allow_inf_nan=False), BeforeValidator(number)]
 Pause = Annotated[float, Field(ge=0, le=SECONDS_MAX, allow_inf_nan=False), BeforeValidator(number)]
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(number)]
+Weight = Annotated[float, Field(ge=0, le=1_000_000), BeforeValidator(number)]  # sums stay finite
 Share = Annotated[float, Field(gt=0, le=1), BeforeValidator(number)]
-Figure = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(number)]
+Figure = Annotated[float, Field(ge=0, le=1000), BeforeValidator(number)]  # to the power of `Sharpness`, too
+Accepted = Annotated[float, Field(ge=1, le=1000), BeforeValidator(number)]
 
 Sharpness = Annotated[float, Field(ge=1, le=20), BeforeValidator(number)]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from gateway import profiles
 from gateway.core.box import BoxRules
 from gateway.core.errors import ConfigError
 from gateway.core.profile import EngineFlags, Profile
@@ -702,6 +703,9 @@ _WAITS = {
 }
 CHAT_PREFILL_S = 0.6
 
+_STEP_S = 1e-6
+"""The shortest step of an engine with which speeds and waits can be calculated."""
+
 
 def _kind(section: ClassSection) -> _Kind:
     if section.when.reasoning:
@@ -718,6 +722,10 @@ def _waiting(section: ClassSection) -> Waiting:
 
 def findings(document: Document) -> Iterator[Finding]:
     """Yield values that contradict each other once defaults are known."""
+    for name, own in document.profiles.items():
+        if own.extends in profiles.names() and resolve(document.profiles, name).perf.lone_step_s() < _STEP_S:
+            message = "with these figures a step of its engine takes no time; set `t_fixed` or `t_mem`"
+            yield Finding(("profiles", name, "perf"), message)
     for name, backend in document.backends.items():
         if backend.tls.key_file is not None and backend.tls.cert_file is None:
             yield Finding(("backends", name, "tls", "key_file"), "there is no cert_file that it belongs to")

@@ -269,6 +269,30 @@ def test_what_is_no_origin(checked: Check, plain: str, written: str, message: st
             "from short prompts to long",
             id="a-curve-that-stands-still",
         ),
+        pytest.param(
+            (
+                "backends:",
+                "profiles: {x: {extends: h100-tp1-light, "
+                "perf: {t_fixed: 0, t_mem: 0, kv_read: 0, kv_span: 0, t_seq: 0}}}\nbackends:",
+            ),
+            "takes no time; set `t_fixed` or `t_mem`",
+            id="an-engine-without-time",
+        ),
+        pytest.param(
+            ("backends:", "profiles: {x: {extends: h100-tp1-light, perf: {accept: 0}}}\nbackends:"),
+            "perf.accept.value: it must be greater than or equal to 1",
+            id="no-token-per-step",
+        ),
+        pytest.param(
+            ("backends:", "profiles: {x: {extends: h100-tp1-light, perf: {t_tok: 1.0e+300}}}\nbackends:"),
+            "less than or equal to 1000",
+            id="more-seconds-than-can-be-added",
+        ),
+        pytest.param(
+            ("backends:", "routing: {weights: {speed: 1.0e+308}}\nbackends:"),
+            "less than or equal to 1000000",
+            id="more-weight-than-can-be-added",
+        ),
         pytest.param(("backends:", "backends: 5\nx:"), "a mapping of keys", id="a-number-as-section"),
     ],
 )

@@ -9,6 +9,7 @@ from gateway import profiles
 from gateway.core.kv import KvFormula
 from gateway.core.profile import Basis, Profile, Provenance
 from gateway.settings.fields import (
+    Accepted,
     Count,
     Figure,
     KneeCurve,
@@ -65,6 +66,10 @@ class NumberFigure(Sourced[Figure]):
 
 class SharpFigure(Sourced[Sharpness]):
     """A number of at least 1 with where it comes from."""
+
+
+class AcceptedFigure(Sourced[Accepted]):
+    """Tokens per step, at least 1, with where they come from."""
 
 
 class ShareFigure(Sourced[Share]):
@@ -176,7 +181,7 @@ class PerfSection(Section):
     """Seconds per unit of prefill attention."""
     sharp: Annotated[SharpFigure | None, _NUMBER] = None
     """How completely memory time and compute time overlap; 1 adds them."""
-    accept: Number = None
+    accept: Annotated[AcceptedFigure | None, _NUMBER] = None
     """Tokens a sequence gains per step; above 1 with speculative decoding. Also scales the speed score."""
     draft: Annotated[CountFigure | None, _INTEGER] = None
     """Draft tokens per step."""
