@@ -115,6 +115,18 @@ Slug = Annotated[str, AfterValidator(_slug), Field(json_schema_extra={"pattern":
 Text = Annotated[str, Field(min_length=1)]
 
 
+_PREFIX = r"^[A-Za-z0-9_-]{1,32}$"
+
+
+def _prefix(written: str) -> str:
+    if not re.fullmatch(_PREFIX, written):
+        raise ValueError("a prefix is 1 to 32 letters, digits, '-' and '_'")
+    return written
+
+
+Prefix = Annotated[str, AfterValidator(_prefix), Field(json_schema_extra={"pattern": _PREFIX})]
+
+
 def _sha256(written: str) -> str:
     if not re.fullmatch(r"[0-9a-fA-F]{64}", written):
         raise ValueError("a SHA-256 is 64 hex digits")

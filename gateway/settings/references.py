@@ -194,7 +194,7 @@ def _listeners(top: Mapping[str, Any]) -> Iterator[Finding]:
         return
     if clash:
         message = f"admin and listen are the same address ({listen}); operators get a port of their own"
-        yield Finding(("admin",), message)
+        yield Finding(("admin" if "admin" in top else "listen",), message)
 
 
 def _names(path: Path, kind: str, listed: Any, known: Mapping[str, Any]) -> Iterator[Finding]:

@@ -270,6 +270,16 @@ def test_what_is_no_origin(checked: Check, plain: str, written: str, message: st
             id="a-curve-that-stands-still",
         ),
         pytest.param(
+            ("backends:", "store: {url: redis://h, prefix: 'a b'}\nbackends:"),
+            "store.prefix: a prefix is 1 to 32 letters",
+            id="a-prefix-with-a-blank",
+        ),
+        pytest.param(
+            ("backends:", "listen: 127.0.0.1:9090\nbackends:"),
+            "gateway.yaml:2:9: admin and",
+            id="one-address-that-is-given",
+        ),
+        pytest.param(
             (
                 "backends:",
                 "profiles: {x: {extends: h100-tp1-light, "

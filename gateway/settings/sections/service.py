@@ -10,6 +10,7 @@ from gateway.settings.fields import (
     Names,
     Pause,
     Positive,
+    Prefix,
     Seconds,
     Section,
     Sha256,
@@ -120,7 +121,7 @@ class StoreSection(Section):
     url: StoreUrl
     """Redis or Valkey: redis://host:6379/0, rediss:// for TLS, unix:///path. Password: ${VAR}, %-encoded."""
 
-    prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$")] = "gw"
+    prefix: Prefix = "gw"
     """Prefix of every key: fleets that share a server need different ones."""
 
 
