@@ -55,6 +55,8 @@ def order_from(data: Mapping[str, Any]) -> FaultOrder | None:
     count, for_s, after = data.get("count"), data.get("for_s"), data.get("after_chunks", 3)
     if not isinstance(count, int | None) or not isinstance(for_s, int | float | None):
         raise ValueError("count is a whole number or null, for_s a number or null")
+    if count is not None and count < 1:
+        raise ValueError("count is at least 1")
     if not isinstance(after, int):
         raise ValueError("after_chunks is a whole number")
     return FaultOrder(Fault(name), count=count, for_s=for_s, after_chunks=after)

@@ -46,8 +46,8 @@ class FaultOrder:
     Attributes:
         fault: How.
         count: Requests it affects, for faults of single requests; None for every one until it is lifted.
-        for_s: Engine seconds it lasts, for `refuse`, `hang` and `slow_headers`; None until it is lifted
-            (`refuse` and `slow_headers`: 5 s).
+        for_s: Engine seconds that `refuse` (None: 5 s) or `hang` (None: until it is lifted) lasts, the delay
+            of `slow_headers` (None: 5 s), or the boot after `crash` and `restart` (None: as at startup).
         after_chunks: Events a stream sends first, for `die_mid_stream`, `abort` and `truncate`.
     """
 

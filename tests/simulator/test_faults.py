@@ -49,9 +49,14 @@ def test_orders_are_read(data: dict[str, Any], order: FaultOrder | None) -> None
 
 @pytest.mark.parametrize(
     "data",
-    [{"fault": "explode"}, {"fault": "hang", "count": "two"}, {"fault": "abort", "after_chunks": None}],
-    ids=["unknown", "count", "after-chunks"],
+    [
+        {"fault": "explode"},
+        {"fault": "hang", "count": "two"},
+        {"fault": "error", "count": 0},
+        {"fault": "abort", "after_chunks": None},
+    ],
+    ids=["unknown", "count", "no-request", "after-chunks"],
 )
 def test_orders_that_make_no_sense_are_refused(data: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"unknown fault|whole number"):
+    with pytest.raises(ValueError, match=r"unknown fault|whole number|at least 1"):
         order_from(data)
