@@ -27,6 +27,7 @@ def warnings(settings: Settings) -> tuple[Problem, ...]:
         *_backends(settings, policy),
         *_boxes(settings, policy),
         *_webhooks(settings),
+        *_telemetry(settings),
         *_exposure(settings),
         *_keys(settings),
         *_priorities(settings),
@@ -263,6 +264,12 @@ def _webhooks(settings: Settings) -> Iterator[_Warning]:
                 "whoever reads it learns job ids"
             )
             yield _Warning(("webhooks", name, "url"), message)
+
+
+def _telemetry(settings: Settings) -> Iterator[_Warning]:
+    section = settings.telemetry
+    if section.otlp is None and section.metrics is not None:
+        yield _Warning(("telemetry", "metrics"), "metrics without `otlp`: nothing is sent")
 
 
 def _boxes(settings: Settings, policy: Policy) -> Iterator[_Warning]:

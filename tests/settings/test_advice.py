@@ -150,6 +150,12 @@ def test_a_good_file_has_no_warning(checked: Check, plain: str) -> None:
         pytest.param(
             ("backends:", "timeouts: {total_s: 60}\nbackends:"), 2, "total_s ends an attempt", id="timeouts"
         ),
+        pytest.param(
+            ("backends:", "telemetry: {metrics: {interval_s: 9}}\nbackends:"),
+            2,
+            "metrics without `otlp`: nothing is sent",
+            id="metrics-for-nobody",
+        ),
         pytest.param(("backends:", "listen: 0.0.0.0:80\nbackends:"), 2, "no `keys`", id="open-to-everyone"),
         pytest.param(
             ("backends:", "allowed_origins: ['*']\nbackends:"),

@@ -270,6 +270,11 @@ def test_what_is_no_origin(checked: Check, plain: str, written: str, message: st
             id="a-curve-that-stands-still",
         ),
         pytest.param(
+            ("backends:", "requests: {drop_fields: [priority, model]}\nbackends:"),
+            "requests.drop_fields: the gateway itself needs model",
+            id="a-field-that-is-needed",
+        ),
+        pytest.param(
             ("backends:", "store: {url: redis://h, prefix: 'a b'}\nbackends:"),
             "store.prefix: a prefix is 1 to 32 letters",
             id="a-prefix-with-a-blank",

@@ -13,7 +13,7 @@ class DecisionsSection(Section):
     """Size in bytes at which the file is rotated to FILE.1."""
 
     files: Positive = 5
-    """Number of files kept, including the current one."""
+    """Number of files kept, including the current one; with 1, a full one is deleted."""
 
     key_names: bool = True
     """Whether a line holds the name of its caller's API key (never the key itself)."""

@@ -51,7 +51,7 @@ class LimitsSection(Section):
     """A backend's own figures, overriding its profile's."""
 
     knee_seqs: KneeCurve | None = None
-    """The knee: one number of requests, or a curve [{prompt_tokens: "<= 2000", seqs: 64}, {seqs: 12}]."""
+    """The knee: a number up to 999, or a curve [{prompt_tokens: "<= 2000", seqs: 64}, {seqs: 12}]."""
 
     context_tokens: Positive | None = None
     """Prompt plus output of one request: the engine's `--max-model-len`."""

@@ -69,7 +69,8 @@ class WaitingSection(Section):
     """Target seconds to the first token; orders the queue. Unset: 2 (chat), 60 (documents) or 600."""
 
     prefill_weight: Weight | None = None
-    """Multiples of a prompt's own prefill time added to that target. Above 1, short prompts go first."""
+    """Multiples of a prompt's own prefill time added to that target. Above 1, short prompts go first.
+    Unset: 4 (chat) or 1."""
 
     waiting_max: Positive = _WAITING.waiting_max
     """How many requests of the class may wait."""
@@ -174,4 +175,4 @@ class RoutingSection(Section):
     """How much each score counts."""
 
     attempts_max: Attempts = RetryPolicy().attempts_max
-    """How many backends may be tried before the caller sees a failure."""
+    """How many backends may be tried before the caller sees a failure; at most 10."""

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from gateway.settings.fields import (
     Count,
@@ -52,6 +52,9 @@ def _some_keys(written: Any) -> Any:
 Keys = Annotated[dict[Slug, KeySection] | None, BeforeValidator(_some_keys)]
 
 
+_NEEDED = frozenset({"model", "messages", "prompt"})
+
+
 class RequestsSection(Section):
     """What is accepted from callers."""
 
@@ -83,6 +86,13 @@ class RequestsSection(Section):
 
     usage_in_streams: bool = True
     """Ask backends for the usage event of every stream, and hide it from callers who did not ask for it."""
+
+    @field_validator("drop_fields")
+    @classmethod
+    def _not_needed_here(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if needed := _NEEDED & set(names):
+            raise ValueError(f"the gateway itself needs {min(needed)}; requests without it are refused")
+        return names
 
 
 class AnswersSection(Section):
@@ -139,7 +149,7 @@ class BatchesSection(Section):
     """Total bytes of one API key's files, including those that batches produce."""
 
     file_keep_s: int = Field(default=2_592_000, ge=3_600, le=2_592_000)
-    """Seconds that a file is kept, unless its caller asks for another time."""
+    """Seconds that a file is kept, unless its caller asks for another time: 3600 (an hour) to 30 days."""
 
     queued_max_per_key: Positive = 1_000
     """Lines of one API key's batches that may wait or run as jobs; the rest follow as these end."""
