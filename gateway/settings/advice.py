@@ -1,9 +1,10 @@
 """Warnings: valid settings that are probably mistakes."""
 
 import ipaddress
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import Any
 from urllib.parse import urlsplit
 
 from gateway.core.kept import kept
@@ -28,6 +29,7 @@ def warnings(settings: Settings) -> tuple[Problem, ...]:
         *_boxes(settings, policy),
         *_webhooks(settings),
         *_telemetry(settings),
+        *_empty(settings),
         *_exposure(settings),
         *_keys(settings),
         *_priorities(settings),
@@ -270,6 +272,38 @@ def _telemetry(settings: Settings) -> Iterator[_Warning]:
     section = settings.telemetry
     if section.otlp is None and section.metrics is not None:
         yield _Warning(("telemetry", "metrics"), "metrics without `otlp`: nothing is sent")
+
+
+_OFF_IF_EMPTY: Mapping[Path, str] = {
+    ("admin",): "there is no admin port, as with `off`",
+    ("jobs",): "there are no jobs; `jobs: {}` is jobs with all defaults",
+    ("store",): "there is no store",
+    ("decisions",): "no decisions are logged",
+    ("telemetry", "otlp"): "nothing is sent",
+    ("telemetry", "metrics"): "no metrics are sent; `metrics: {}` sends them with all defaults",
+}
+
+
+def _empty(settings: Settings) -> Iterator[_Warning]:
+    """Yield keys without a value that turn something off: for other sections that means the defaults."""
+    data, given = settings.tree.data, settings.tree.values
+    for path, effect in _OFF_IF_EMPTY.items():
+        if path in given and _value(data, path) is None:
+            yield _Warning(path, f"`{'.'.join(map(str, path))}` is empty: {effect}")
+    for model, section in settings.document.models.items():
+        for index, one in enumerate(section.classes):
+            path = ("models", model, "classes", index, "queue")
+            if path in given and one.queue is None:
+                message = (
+                    f"the `queue` of class {one.name} is empty: its chats are jobs only with `queue: {{}}`"
+                )
+                yield _Warning(path, message)
+
+
+def _value(data: Any, path: Path) -> Any:
+    for step in path:
+        data = data[step]
+    return data
 
 
 def _boxes(settings: Settings, policy: Policy) -> Iterator[_Warning]:

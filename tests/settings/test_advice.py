@@ -156,6 +156,24 @@ def test_a_good_file_has_no_warning(checked: Check, plain: str) -> None:
             "metrics without `otlp`: nothing is sent",
             id="metrics-for-nobody",
         ),
+        pytest.param(
+            ("backends:", "jobs:\nbackends:"), 2, "`jobs` is empty: there are no jobs", id="jobs-of-nothing"
+        ),
+        pytest.param(
+            ("backends:", "admin:\nbackends:"), 2, "`admin` is empty: there is no", id="an-empty-admin"
+        ),
+        pytest.param(
+            ("backends:", "telemetry: {otlp: {endpoint: 'http://h'}, metrics: }\nbackends:"),
+            2,
+            "`telemetry.metrics` is empty: no metrics are sent",
+            id="empty-metrics",
+        ),
+        pytest.param(
+            (CHAT, CHAT.replace("}", ", queue: }")),
+            13,
+            "the `queue` of class short_chat is empty",
+            id="an-empty-queue",
+        ),
         pytest.param(("backends:", "listen: 0.0.0.0:80\nbackends:"), 2, "no `keys`", id="open-to-everyone"),
         pytest.param(
             ("backends:", "allowed_origins: ['*']\nbackends:"),
