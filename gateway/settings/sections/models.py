@@ -130,7 +130,7 @@ class PromptSection(Section):
     """Soft tokens per image: the processor's budget. A request's own `max_soft_tokens` overrides it."""
 
     audio_tokens: Count = _COSTS.audio
-    """Soft tokens of an audio part of unknown length: the maximum."""
+    """Soft tokens per audio part: the maximum, since its length is not read."""
 
     empty_thought_tokens: Count = _COSTS.empty_thought
     """Tokens of the empty thought a template writes when thinking is off; 0 for templates without it."""
