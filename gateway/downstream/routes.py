@@ -29,7 +29,7 @@ from gateway.downstream.cross_origin import CrossOrigin
 from gateway.downstream.drained import Drained
 from gateway.downstream.errors import MethodNotAllowed, envelope, headers_of
 from gateway.downstream.files import PATH as FILES
-from gateway.downstream.files import Files
+from gateway.downstream.files import Files, limit_of
 from gateway.downstream.head_requests import HeadAsGet, with_head
 from gateway.downstream.idempotency import IdempotencyRules, IdempotentRequests
 from gateway.downstream.keys import KeyRing
@@ -58,6 +58,9 @@ from gateway.ports import Clock, Recorder
 from gateway.threads import beside
 
 log = logging.getLogger("gateway.downstream")
+
+LISTED_MAX = 200
+"""Maximum number of requests shown: as many as are kept (telemetry/journal.py)."""
 
 _NO_EMBEDDINGS = "This gateway serves Gemma 4 for text generation; it has no embeddings."
 _NO_BATCHES = "This gateway has no files and no batches: there are no `jobs` in its configuration."
@@ -278,12 +281,15 @@ class Operators:
             return Response(await beside(write), media_type=content_type)
 
         @get("/admin/{view:str}")
-        async def admin(view: FromPath[str]) -> Response[bytes]:
+        async def admin(request: Request[Any, Any, Any], view: FromPath[str]) -> Response[bytes]:
             if view not in self._views:
                 known = ", ".join(sorted((*self._views, "jobs")))
                 raise RouteNotFound(f"There is nothing at /admin/{view[:100]}. Known views: {known}.")
+            shown = self._views[view]()
+            if isinstance(shown, tuple):
+                shown = shown[: limit_of(request.query_params, LISTED_MAX, LISTED_MAX)]
             # In a thread, because rankings of hundreds of decisions may have to be computed now.
-            body = await anyio.to_thread.run_sync(indented, self._views[view]())
+            body = await anyio.to_thread.run_sync(indented, shown)
             return Response(body, media_type=MediaType.JSON)
 
         @get("/readyz", sync_to_thread=False)

@@ -453,12 +453,15 @@ async def test_a_stream_that_waits_for_long_gets_comments_where_policy_says_so(t
 
 
 async def test_operators_see_the_fleet_and_why(fleet: Site) -> None:
+    await fleet.openai().chat.completions.create(model="gemma-4", messages=HELLO, max_tokens=5)
     raw = await fleet.openai().chat.completions.with_raw_response.create(
         model="gemma-4", messages=HELLO, max_tokens=5
     )
     async with httpx.AsyncClient(base_url=fleet.admin_url, trust_env=False) as client:
         backends = (await client.get("/admin/backends")).json()
         requests = (await client.get("/admin/requests")).json()
+        last = (await client.get("/admin/requests?limit=1")).json()
+        too_many = await client.get("/admin/requests?limit=0")
         metrics = (await client.get("/metrics")).text
         unknown = await client.get("/admin/nothing")
 
@@ -473,6 +476,8 @@ async def test_operators_see_the_fleet_and_why(fleet: Site) -> None:
     assert backends["light-0"]["served_models"]
     newest = requests[0]
     assert newest["id"] == raw.headers["x-request-id"]
+    assert (last, len(requests)) == ([newest], 2)
+    assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "limit")
     assert newest["decision"]["class_reason"] == "takes everything else"
     assert {candidate["backend"] for candidate in newest["decision"]["candidates"]} == {
         "light-0",
