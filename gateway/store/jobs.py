@@ -16,7 +16,7 @@ from typing import Any
 
 import anyio
 from redis.asyncio.client import PubSub
-from redis.exceptions import NoPermissionError
+from redis.exceptions import NoPermissionError, ResponseError
 
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import (
@@ -52,6 +52,9 @@ POLLS_PER_S = 50
 
 AGAIN_S = 1.0
 """Interval between attempts to subscribe while the store is unreachable."""
+
+REFUSED_S = 60.0
+"""For this long after the store has refused a command, only the same one shows that it is back."""
 
 PROMISE_S = 86_400.0
 """How long an idempotency key is remembered."""
@@ -116,7 +119,7 @@ class RedisJobs:
         self._scripts = {
             name: self._connections.script("webhooks", "jobs", f"job_{name}") for name in _SCRIPTS
         }
-        self._is_away = False
+        self._refused: dict[str, float] = {}  # commands refused, and when; "" while there is no answer
         self._tokens: dict[str, str] = {}  # of claims whose reply was lost, by worker
         self._waiters: dict[str, _Waiters] = {}
         self._waiting = 0  # number of tasks that wait for a job
@@ -462,21 +465,36 @@ class RedisJobs:
 
     async def _run(self, name: str, *arguments: str | bytes | int) -> Any:
         script = self._scripts[name]
-        return await self._ask(lambda: script(keys=[self._tag], args=[self._lost_ms, *arguments]))
+        return await self._ask(lambda: script(keys=[self._tag], args=[self._lost_ms, *arguments]), name)
 
-    async def _ask(self, command: Callable[[], Awaitable[Any]]) -> Any:
+    async def _ask(self, command: Callable[[], Awaitable[Any]], name: str = "") -> Any:
         try:
             reply = await self._connections.answer("job", command)
         except StoreUnavailable as error:
-            if not self._is_away:
-                reason = error.__cause__
-                log.error("the job store is unavailable: %s", reason, extra=about("store_away", store="jobs"))
-            self._is_away = True
+            reason = error.__cause__
+            is_refusal = reason is not None and isinstance(reason.__cause__, ResponseError)
+            self._failed(name if is_refusal else "", reason)
             raise
-        if self._is_away:
-            log.warning("the job store is available again", extra=about("store_back", store="jobs"))
-        self._is_away = False
+        if self._refused:
+            self._succeeded(name)
         return reply
+
+    def _failed(self, name: str, reason: BaseException | None) -> None:
+        """Log the beginning of an outage. `name`: the command that was refused; "": there was no answer."""
+        if not self._refused or (not name and "" not in self._refused):
+            log.error("the job store is unavailable: %s", reason, extra=about("store_away", store="jobs"))
+        if name:
+            self._refused.pop("", None)
+        self._refused[name] = anyio.current_time()
+
+    def _succeeded(self, name: str) -> None:
+        """Log the end of an outage. A server that is full, or a replica, still answers some commands."""
+        since = anyio.current_time() - REFUSED_S
+        self._refused = {
+            other: at for other, at in self._refused.items() if other not in ("", name) and at > since
+        }
+        if not self._refused:
+            log.warning("the job store is available again", extra=about("store_back", store="jobs"))
 
 
 # ------------------------------------------------------------------ encoding

@@ -945,6 +945,29 @@ async def test_a_store_that_is_away_says_so_and_comes_back(
     await jobs.aclose()
 
 
+@pytest.mark.parametrize("refused_s", [60.0, 0.0])
+async def test_a_store_that_refuses_is_not_back_because_it_can_be_read(
+    refused_s: float, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.store.jobs.REFUSED_S", refused_s)
+    with own_server("valkey-9", tmp_path) as server:
+        jobs, redis = RedisJobs(server.url), Redis.from_url(server.url)
+        await redis.config_set("maxmemory", 1)
+        for number in range(3):
+            with pytest.raises(StoreUnavailable):
+                await jobs.submit(new_job(f"{number}"), QUOTA)
+            assert await jobs.get("0") is await jobs.claim("w", None, 3) is None
+        await redis.config_set("maxmemory", 0)
+        await jobs.submit(new_job("b"), QUOTA)
+        await jobs.aclose()
+        await redis.aclose()
+    turns = 1 if refused_s else 3  # at last, it is told with the next reply
+    assert [record.message.split(":")[0] for record in caplog.records] == turns * [
+        "the job store is unavailable",
+        "the job store is available again",
+    ]
+
+
 async def test_a_claim_whose_reply_was_lost_is_the_next_one_s_answer(stoppable: RedisServer) -> None:
     jobs = RedisJobs(stoppable.url, command_s=0.3)
     await jobs.submit(new_job("a"), QUOTA)
