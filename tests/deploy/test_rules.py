@@ -59,7 +59,8 @@ USABLE = 'gateway_backend_usable{instance="a",backend="%s"}'
 DRAINED = 'gateway_backend_drained{instance="a",backend="light-0"}'
 ALONE = 'gateway_store_mode{instance="a",mode="alone"}'
 RELOADED = 'gateway_config_last_reload_successful{instance="a"}'
-CONFIG = 'gateway_config_info{instance="%s",version="%s"}'
+CONFIG = 'gateway_config_info{job="gemma-gateway",instance="%s",version="%s"}'
+WORKER_CONFIG = CONFIG.replace("gemma-gateway", "gemma-gateway-worker")
 EJECTIONS = 'gateway_backend_state_changes_total{instance="a",backend="light-0",state="ejected"}'
 RESTARTS = 'gateway_backend_restarts_total{instance="a",backend="light-0"}'
 KNEE = 'gateway_knee_used_ratio{instance="a",backend="light-0"}'
@@ -154,11 +155,13 @@ CASES = [
         {"instance": "a"},
     ),
     Case("GatewayConfigsDiffer", {CONFIG % ("a", "1"): "1x40", CONFIG % ("b", "1"): "1x40"}, 30),
+    Case("GatewayConfigsDiffer", {CONFIG % ("a", "1"): "1x40", WORKER_CONFIG % ("w", "2"): "1x40"}, 30),
     Case(
         "GatewayConfigsDiffer",
         {CONFIG % ("a", "1"): "1x40", CONFIG % ("b", "2"): "1x40"},
         30,
-        "gateways run 2 different configurations",
+        "gemma-gateway: 2 different configurations are in force",
+        {"job": "gemma-gateway"},
     ),
     Case("GatewayBackendDown", {STATE % "ejected": "1x20", STATE % "down": "0x20"}, 10),
     Case(
