@@ -148,3 +148,12 @@ def test_every_relative_link_leads_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_key_in_the_store_is_documented() -> None:
+    """Names of keys of jobs, files and batches, as the scripts write them; `webhooks` builds its own."""
+    scripts = (ROOT / "gateway" / "store").glob("*.lua")
+    names = {name for script in scripts for name in re.findall(r"\bkey\('(\w+)'", script.read_text())}
+    pages = "".join((ROOT / "docs" / page).read_text() for page in ("store.md", "batches.md"))
+    documented = set(re.findall(r"`(?:\{gw:jobs\}:)?(\w+)(?::[^`]*)?`", pages))
+    assert names - documented == set()
