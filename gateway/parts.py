@@ -266,6 +266,8 @@ def webhooks(
     if not endpoints or store is None:
         return None
 
+    metrics.webhooks_known(endpoint.name for endpoint in endpoints)
+
     def attempted(attempt: WebhookAttempt) -> None:
         logs.webhook_attempted(attempt)
         metrics.webhook_attempted(attempt)

@@ -24,7 +24,7 @@ from gateway.core.selection import unavailable_reason
 from gateway.core.swap_policy import Backlog
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.values import Backend, Load
-from gateway.core.webhooks import WebhookAttempt
+from gateway.core.webhooks import WebhookAttempt, WebhookOutcome
 from gateway.pipeline import BackendSnapshot
 from gateway.pipeline.box_controller import BoxSnapshot
 from gateway.telemetry.series import Collected, Counters, Histograms
@@ -425,6 +425,12 @@ class Metrics:
         self.config_info.labels(version).set(1)
         self.config_loaded_at.set(at)
         self.config_successful.set(1)
+
+    def webhooks_known(self, endpoints: Iterable[str]) -> None:
+        """Start at zero for these endpoints, like `boxes_known`."""
+        for endpoint in endpoints:
+            for outcome in WebhookOutcome:
+                self.webhooks.labels(endpoint, outcome.value)
 
     def webhook_attempted(self, attempt: WebhookAttempt) -> None:
         """Record a delivery attempt of a webhook."""

@@ -282,6 +282,7 @@ CASES = [
     ),
     Case("GatewayWebhooksFail", {PENDING: "3x60"} | webhooks("delivered", "0+1x60"), 50),
     Case("GatewayWebhooksFail", {PENDING: "1x5 0x60"} | webhooks("failed", "2x60"), 50),
+    Case("GatewayWebhooksFail", {PENDING: "3x60"} | webhooks("delivered", "0x40 1x60"), 42),
     *(  # one delivery, long after one that failed, and long before the next attempt
         Case(
             "GatewayWebhooksFail",
@@ -293,6 +294,13 @@ CASES = [
         for at in (20, 33, 90, 150, 280)
     ),
     Case("GatewayWebhooksLost", webhooks("delivered", "_x5 1x60"), 20),
+    Case(  # one more, after a restart
+        "GatewayWebhooksLost",
+        webhooks("given_up", "1x90 0x2 1x10"),
+        95,
+        "deliveries to the webhook endpoint ops were lost",
+        OPS,
+    ),
     Case(
         "GatewayWebhooksLost",
         webhooks("given_up", "_x5 1x60"),

@@ -369,4 +369,6 @@ async def test_a_gateway_with_webhooks_delivers_and_counts(world: World, tmp_pat
                 await anyio.sleep(0.05)
         for outcome in ("failed", "delivered"):
             assert f'gateway_webhooks_total{{endpoint="ops",outcome="{outcome}"}} 1.0' in pages[-1]
+        for outcome in ("given_up", "gone"):  # a series that appears with its first event shows no increase
+            assert f'gateway_webhooks_total{{endpoint="ops",outcome="{outcome}"}} 0.0' in pages[-1]
     assert ops.unwrapped(1, SECRETS[1]).data.id == "resp_1"
