@@ -584,21 +584,24 @@ class _Waiting(Collector):
         waiting = GaugeMetricFamily(
             "gateway_waiting", "Requests waiting for a slot.", labels=["model", "traffic_class"]
         )
-        for (model, traffic_class), count in self._waiting().items():
+        limits_s = self._wait_limits_s()
+        counts = {**dict.fromkeys(limits_s, 0), **self._waiting()}
+        for (model, traffic_class), count in counts.items():
             waiting.add_metric([model, traffic_class], float(count))
         oldest = GaugeMetricFamily(
             "gateway_oldest_wait_seconds",
             "Time the oldest waiting request has waited, in seconds, excluding jobs; 0 if none waits.",
             labels=["model", "traffic_class"],
         )
-        for (model, traffic_class), waited_s in self._oldest_waits_s().items():
+        oldest_s = {**dict.fromkeys(limits_s, 0.0), **self._oldest_waits_s()}
+        for (model, traffic_class), waited_s in oldest_s.items():
             oldest.add_metric([model, traffic_class], waited_s)
         limit = GaugeMetricFamily(
             "gateway_wait_limit_seconds",
             "The configured maximum wait, in seconds.",
             labels=["model", "traffic_class"],
         )
-        for (model, traffic_class), limit_s in self._wait_limits_s().items():
+        for (model, traffic_class), limit_s in limits_s.items():
             limit.add_metric([model, traffic_class], limit_s)
         wanted = GaugeMetricFamily(
             "gateway_backend_waiting",

@@ -260,7 +260,7 @@ def test_gauges_are_read_when_asked_for() -> None:
         drifts=lambda: {"light-0": Drift(median_tokens=40.0, drifted=True)},
         waiting=lambda: {("gemma-4", "short_chat"): 3},
         oldest_waits_s=lambda: {("gemma-4", "short_chat"): 12.5},
-        wait_limits_s=lambda: {("gemma-4", "short_chat"): 15.0},
+        wait_limits_s=lambda: {("gemma-4", "short_chat"): 15.0, ("gemma-4", "idle"): 60.0},
         wants=lambda: {"light-0": Backlog(3, 1.0), "push": Backlog()},
     )
 
@@ -277,6 +277,9 @@ def test_gauges_are_read_when_asked_for() -> None:
     assert value(subject, "gateway_waiting", **line) == 3
     assert value(subject, "gateway_oldest_wait_seconds", **line) == 12.5
     assert value(subject, "gateway_wait_limit_seconds", **line) == 15
+    idle = {"model": "gemma-4", "traffic_class": "idle"}  # nobody has ever waited there
+    assert value(subject, "gateway_waiting", **idle) == 0
+    assert value(subject, "gateway_oldest_wait_seconds", **idle) == 0
     assert value(subject, "gateway_backend_waiting", backend="light-0") == 3
     assert value(subject, "gateway_backend_waiting", backend="push") == 0
 
