@@ -447,6 +447,10 @@ class JobStore(Protocol):
     Jobs are returned without their bodies and facts, which can be megabytes, except by `load` and `claim`.
     """
 
+    @property
+    def is_refusing(self) -> bool:
+        """Whether it answers, but has refused a command within the last minute: full, or read-only."""
+
     async def submit(
         self, job: NewJob, quota: Quota, idempotency: Idempotency | None = None, *, replaces: bool = False
     ) -> Job | Refusal:

@@ -240,7 +240,7 @@ class QueueSnapshot:
     Attributes:
         lanes: Lanes with jobs.
         drained_at: Since when an operator has paused the queue; None: it is not paused.
-        is_away: Whether the store did not respond; the other values are then older.
+        is_away: Whether the store did not respond, and the other values are older; or refuses to write.
         totals: Total number of ended jobs per (lane, outcome); see `JobStore.totals`.
         at: When the store last responded, monotonic seconds; None if it never has: then all but `is_away` is
             unknown.

@@ -43,7 +43,8 @@ class QueueWatch:
         except StoreUnavailable:
             self.snapshot = replace(before, is_away=True)
             return
-        self.snapshot = QueueSnapshot(lanes, drained_at, totals=totals, at=self._clock.now())
+        away = self._store.is_refusing
+        self.snapshot = QueueSnapshot(lanes, drained_at, away, totals, at=self._clock.now())
         if drained_at is not None and before.drained_at is None:
             log.warning(
                 "jobs are drained: workers take none until `gemma-gateway jobs drain --undo`",

@@ -479,6 +479,11 @@ class RedisJobs:
             self._succeeded(name)
         return reply
 
+    @property
+    def is_refusing(self) -> bool:
+        """See `ports.JobStore.is_refusing`."""
+        return any(self._refused)
+
     def _failed(self, name: str, reason: BaseException | None) -> None:
         """Log the beginning of an outage. `name`: the command that was refused; "": there was no answer."""
         if not self._refused or (not name and "" not in self._refused):

@@ -97,7 +97,9 @@ class _Queue(Collector):
         drained = GaugeMetricFamily(
             "gateway_jobs_drained", "1 while workers take no jobs, by an operator's order."
         )
-        away = GaugeMetricFamily("gateway_jobs_store_away", "1 while the job store does not answer.")
+        away = GaugeMetricFamily(
+            "gateway_jobs_store_away", "1 while the job store does not answer, or refuses to write."
+        )
         totals = CounterMetricFamily(
             "gateway_store_jobs_ended",
             "Jobs that have ended in the store, whoever ended them, by outcome. "

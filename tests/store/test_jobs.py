@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from support.job_world import LANE, LEFT, QUOTA, JobWorld, new_job
 from support.redis_server import RedisServer, limited, own_server
 
+from gateway.clock import SystemClock
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import (
     Chunk,
@@ -28,6 +29,7 @@ from gateway.core.jobs import (
     Refused,
     Serving,
 )
+from gateway.jobs.watch import QueueWatch
 from gateway.store.jobs import RedisJobs
 
 WITHIN_S = 20.0
@@ -957,8 +959,13 @@ async def test_a_store_that_refuses_is_not_back_because_it_can_be_read(
             with pytest.raises(StoreUnavailable):
                 await jobs.submit(new_job(f"{number}"), QUOTA)
             assert await jobs.get("0") is await jobs.claim("w", None, 3) is None
+        assert jobs.is_refusing is (refused_s > 0)
+        watch = QueueWatch(jobs, SystemClock())
+        await watch.look()
+        assert watch.snapshot is not None and watch.snapshot.is_away is (refused_s > 0)
         await redis.config_set("maxmemory", 0)
         await jobs.submit(new_job("b"), QUOTA)
+        assert not jobs.is_refusing
         await jobs.aclose()
         await redis.aclose()
     turns = 1 if refused_s else 3  # at last, it is told with the next reply
