@@ -177,7 +177,8 @@ class Connections:
         try:
             return await self.bounded(command)
         except StoreAway as error:
-            message = f"The {store} store does not answer. Please retry."
+            manner = "refuses this" if isinstance(error.__cause__, ResponseError) else "does not answer"
+            message = f"The {store} store {manner}. Please retry."
             raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
 
     async def close(self, channel: PubSub) -> None:

@@ -956,7 +956,7 @@ async def test_a_store_that_refuses_is_not_back_because_it_can_be_read(
         jobs, redis = RedisJobs(server.url), Redis.from_url(server.url)
         await redis.config_set("maxmemory", 1)
         for number in range(3):
-            with pytest.raises(StoreUnavailable):
+            with pytest.raises(StoreUnavailable, match="The job store refuses this"):
                 await jobs.submit(new_job(f"{number}"), QUOTA)
             assert await jobs.get("0") is await jobs.claim("w", None, 3) is None
         assert jobs.is_refusing is (refused_s > 0)
