@@ -16,6 +16,7 @@ Pure: lines are arguments; the store performs the transitions.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -128,8 +129,14 @@ class RawLine:
     end: int
 
 
+_BLANK_LINES = re.compile(rb"\s*\n")
+
+
 class LineSplitter:
-    """Splits a streamed file into lines; buffers at most one of them."""
+    """Splits a streamed file into lines; buffers at most one of them.
+
+    Empty lines are counted, but mostly not yielded: a file can have many millions.
+    """
 
     def __init__(self, number: int = 0, offset: int = 0) -> None:
         """Start after line `number`, which ends at `offset`."""
@@ -139,7 +146,15 @@ class LineSplitter:
 
     def feed(self, data: bytes) -> Iterator[RawLine]:
         """Yield the lines completed by the next bytes of the file."""
-        for part in _split(data):
+        start = 0
+        while start < len(data):
+            if not self._size and (blank := _BLANK_LINES.match(data, start)) is not None:
+                self._number += data.count(b"\n", start, blank.end())
+                self._end += blank.end() - start
+                start = blank.end()
+                continue
+            end = data.find(b"\n", start) + 1 or len(data)  # no other character ends a line of JSON
+            part, start = data[start:end], end
             self._size += len(part)
             if self._size <= LINE_BYTES_MAX:
                 self._parts.append(part)
@@ -159,16 +174,6 @@ class LineSplitter:
         data = b"".join(self._parts) if self._size <= LINE_BYTES_MAX else None
         self._parts, self._size = [], 0
         return RawLine(self._number, data, self._end)
-
-
-def _split(data: bytes) -> Iterator[bytes]:
-    """Split at newlines only: no other character ends a line of JSON."""
-    start = 0
-    while (end := data.find(b"\n", start)) >= 0:
-        yield data[start : end + 1]
-        start = end + 1
-    if start < len(data):
-        yield data[start:]
 
 
 class InputReader:

@@ -19,6 +19,7 @@ from gateway.core.batches import (
     BatchStatus,
     InputReader,
     LineSplitter,
+    RawLine,
     answered_line,
     batch_object,
     unanswered_line,
@@ -257,13 +258,20 @@ def test_lines_are_the_same_however_a_file_is_cut(size: int) -> None:
     lines = [line for at in range(0, len(content), size) for line in splitter.feed(content[at : at + size])]
     lines += splitter.end()
 
-    assert [line.data for line in lines] == content.splitlines(keepends=True)
-    assert [line.number for line in lines] == [1, 2, 3, 4, 5]
-    assert [content[line.end :] for line in lines[:2]] == [content[4:], content[5:]]
+    assert [line.data for line in lines] == [one for one in content.splitlines(keepends=True) if one.strip()]
+    assert [line.number for line in lines] == [1, 3, 4, 5]
+    assert [content[line.end :] for line in lines[:2]] == [content[4:], content[10:]]
     assert lines[-1].end == len(content)
     for line in lines:  # whoever goes on behind a line finds the next ones
         again = LineSplitter(line.number, line.end)
-        assert [*again.feed(content[line.end :]), *again.end()] == lines[line.number :]
+        assert [*again.feed(content[line.end :]), *again.end()] == lines[lines.index(line) + 1 :]
+
+
+def test_a_million_empty_lines_are_one_step() -> None:
+    splitter = LineSplitter()
+    empty = b"\n \r\n" * 500_000
+    lines = [line for piece in (b"one\n", empty, empty + b"  two\n") for line in splitter.feed(piece)]
+    assert lines == [RawLine(1, b"one\n", 4), RawLine(2_000_002, b"  two\n", 4 + 2 * len(empty) + 6)]
 
 
 def test_a_line_that_is_too_long_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
