@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NoReturn
 
+from gateway.core.value_limit import CONTAINERS_MAX, SMALL_BYTES, VALUES_MAX, is_crowded
+
 ENDPOINTS = ("/v1/chat/completions", "/v1/responses")
 LINES_MAX = 50_000
 """Maximum requests per batch; OpenAI's limit."""
@@ -262,6 +264,9 @@ def _line(number: int, raw: bytes, endpoint: str, seen: dict[str, int]) -> Batch
 
 
 def _decoded(raw: bytes) -> Mapping[str, Any]:
+    if len(raw) > SMALL_BYTES and is_crowded(raw):
+        message = f"At most {CONTAINERS_MAX:,} objects and arrays and {VALUES_MAX:,} values per line."
+        raise _Bad("too_many_items", message)
     try:
         members = json.loads(raw.decode(), parse_constant=_refuse)
     except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors

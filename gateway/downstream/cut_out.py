@@ -13,7 +13,8 @@ from itertools import islice
 from typing import Final
 
 from gateway.core.value import valueclass
-from gateway.downstream.long_texts import LONG_BYTES, NEAR_BYTES, TEXT_BYTES_MAX, is_escaped
+from gateway.core.value_limit import is_escaped
+from gateway.downstream.long_texts import LONG_BYTES, NEAR_BYTES, TEXT_BYTES_MAX
 
 MARK: Final = secrets.token_hex(16)
 """Placeholder for a string, followed by a number of NUMBER_CHARS digits. Random per process: callers cannot

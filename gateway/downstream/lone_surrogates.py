@@ -6,7 +6,8 @@ Strict decoders still reject it. All other bytes are left unchanged.
 
 import re
 
-from gateway.downstream.long_texts import SLICE_BYTES, is_escaped, take_a_break
+from gateway.core.value_limit import is_escaped
+from gateway.downstream.long_texts import SLICE_BYTES, take_a_break
 
 LOOKS_MAX = 10_000
 """Maximum escapes examined, at 0.6 us each: a body with more of them is not text."""

@@ -13,6 +13,7 @@ from threading import Lock
 
 import msgspec
 
+from gateway.core.value_limit import is_escaped
 from gateway.core.values import LongText
 
 LONG_BYTES = 65_536
@@ -307,17 +308,4 @@ def _word_end(view: memoryview, begin: int, end: int) -> int:
     return at if at > begin and view[at - 1] != _SPACE else 0
 
 
-def is_escaped(data: bytes | memoryview, at: int) -> bool:
-    """Return whether the character there is preceded by an odd number of backslashes."""
-    if data[at - 1] != _BACKSLASH or data[at - 2] != _BACKSLASH:  # true for nearly all
-        return at > 0 and data[at - 1] == _BACKSLASH
-    size = 64
-    while True:
-        before = bytes(data[max(0, at - size) : at])
-        run = len(before) - len(before.rstrip(b"\\"))
-        if run < len(before) or size >= at:
-            return run % 2 == 1
-        size *= 16
-
-
-_BACKSLASH, _SPACE = 0x5C, 0x20
+_SPACE = 0x20

@@ -23,6 +23,7 @@ import msgspec
 from gateway.core.errors import BodyTooLarge, InvalidRequest
 from gateway.core.estimation import texts_in
 from gateway.core.value import valueclass
+from gateway.core.value_limit import CONTAINERS_MAX, VALUES_MAX, is_crowded
 from gateway.core.values import NO_CHANGES, Changes, Endpoint, LongText, Prefixes, Prompt, Request, Turn
 from gateway.downstream import lone_surrogates
 from gateway.downstream.chat_shapes import (
@@ -46,7 +47,7 @@ from gateway.downstream.long_texts import (
 )
 from gateway.downstream.occurrences import occurrences
 from gateway.downstream.reassembly import put_long
-from gateway.downstream.value_limit import CONTAINERS_MAX, VALUES_MAX, is_crowded, may_be_crowded
+from gateway.downstream.value_limit import may_be_crowded
 from gateway.ports import Arrival, Headers
 
 MODEL_CHARS_MAX = 256

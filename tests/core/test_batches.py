@@ -85,6 +85,7 @@ def test_half_a_character_stays_an_escape() -> None:
         pytest.param(b"\xff\xfe{}", "invalid_json_line", None, id="no-utf-8"),
         pytest.param("{}".encode("utf-16"), "invalid_json_line", None, id="utf-16"),
         pytest.param(b"[" * 200_000, "invalid_json_line", None, id="deep"),
+        pytest.param(line(body={"x": [0] * 200_000}), "too_many_items", None, id="values"),
         pytest.param(b'{"custom_id": NaN}', "invalid_json_line", None, id="not-a-number"),
         pytest.param(b'{"custom_id": ' + b"9" * 5000 + b"}", "invalid_json_line", None, id="long-number"),
         pytest.param(line(custom_id=...), "invalid_custom_id", "custom_id", id="no-custom-id"),

@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from gateway.downstream.value_limit import (
+from gateway.core.value_limit import (
     CONTAINERS_MAX,
     QUOTES_MAX,
     SMALL_BYTES,
     STRINGS_MAX,
     VALUES_MAX,
     is_crowded,
-    may_be_crowded,
 )
+from gateway.downstream.value_limit import may_be_crowded
 
 PROSE = "The river was wide, and nobody had crossed it since the spring. " * 40_000
 TABLE = '1,22,"3,4",\\,' * 100_000
