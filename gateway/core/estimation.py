@@ -258,8 +258,8 @@ def is_plain(prompt: Prompt) -> bool:
 def margin_tokens(tokens: int, mode: CountMode, learned_p99_tokens: float = 0.0) -> int:
     """Return how far above `tokens` the true length may be.
 
-    Exact: 16 tokens + 0.1 %, or the 99th percentile of observed errors, capped at 5 %. Approximate: the 10 %
-    band of class counts, at least 16 tokens. A bound needs no margin.
+    Exact: 16 tokens + 0.1 %, or the 99th percentile of how much longer prompts were than counted, capped at
+    5 %. Approximate: the 10 % band of class counts, at least 16 tokens. A bound needs no margin.
     """
     if mode is CountMode.BOUND:
         return 0

@@ -43,7 +43,7 @@ class Learned:
 
     Attributes:
         ratios: For counts without a vocabulary.
-        p99_tokens: 99th percentile of the error of exact counts.
+        p99_tokens: How much longer than their exact counts prompts are, 99th percentile.
     """
 
     ratios: Mapping[TextKind, Ratio] = field(default_factory=dict)

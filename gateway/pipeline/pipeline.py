@@ -583,6 +583,8 @@ class Pipeline:
         several_prompts = request.endpoint is Endpoint.COMPLETIONS and request.choices > 1
         if decision is None or model is None or context.usage is None or several_prompts:
             return  # with several prompts, usage is a sum and says nothing about a single one
+        if context.incoming.member("truncate_prompt_tokens") is not None:
+            return  # usage is that of what the engine left of the prompt
         prompt, estimate, actual = request.prompt, decision.estimate, context.usage.prompt_tokens
         plain = is_plain(prompt)
         if plain:

@@ -30,7 +30,9 @@ _NOTHING = Ratio(0, 0.0)
 
 
 class LearnedMargin:
-    """The 99th percentile of the error of exact counts, in tokens.
+    """How much longer prompts are than their exact counts: the 99th percentile, in tokens.
+
+    A prompt that is shorter than its count counts as 0: the margin is for what must fit.
 
     Attributes:
         p99_tokens: From this process's own answers.
@@ -49,8 +51,8 @@ class LearnedMargin:
         return max(self.p99_tokens, self.elsewhere_tokens)
 
     def observe(self, error_tokens: int) -> None:
-        """Record the absolute error of one count."""
-        error, ranked = abs(error_tokens), self._ranked
+        """Record the actual length of one prompt minus its count."""
+        error, ranked = max(0, error_tokens), self._ranked
         if len(ranked) == MARGIN_WINDOW:
             del ranked[bisect_left(ranked, self._errors[0])]
         self._errors.append(error)

@@ -140,6 +140,14 @@ async def test_nothing_is_learned_about_text_from_a_prompt_with_tools(world: Wor
     assert world.estimates.observed == []
 
 
+async def test_nothing_is_learned_from_a_prompt_that_the_engine_cuts(world: World) -> None:
+    world.answers(light_0=Script([WHOLE]))
+
+    await world.run(world.request(stream=False), members={"truncate_prompt_tokens": 20})
+
+    assert world.estimates.observed == []
+
+
 async def test_usage_is_learned_from_and_hidden_from_who_did_not_ask(world: World) -> None:
     world.answers(light_0=Script([ROLE + HELLO, STOP, USAGE, DONE]))
 

@@ -526,7 +526,7 @@ async def test_the_margin_that_one_estimator_learned_another_keeps(make: Make) -
     taught, other = make(Encoding()), make(Encoding())
     prompt = chat("x" * 10_000)
     estimate = await other.estimate(prompt, COSTS, WINDOW)
-    taught.observe(estimate, estimate.tokens - 45)
+    taught.observe(estimate, estimate.tokens + 45)
 
     other.note_learned(taught.learned())
 

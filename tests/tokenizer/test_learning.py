@@ -63,10 +63,18 @@ def test_answers_that_cannot_tell_are_left_out(counted: int, true: int) -> None:
 
 def test_the_margin_is_what_99_of_100_errors_stay_below() -> None:
     margin = LearnedMargin()
-    for error in [*range(-100, 0), *range(100)]:
+    for error in range(200):
         margin.observe(error)
 
-    assert margin.p99_tokens == 99
+    assert margin.p99_tokens == 197
+
+
+def test_prompts_shorter_than_counted_need_no_margin() -> None:
+    margin = LearnedMargin()
+    for error in [3, -5000]:
+        margin.observe(error)
+
+    assert margin.p99_tokens == 3
 
 
 def test_a_single_error_in_two_hundred_does_not_set_the_margin() -> None:
@@ -132,5 +140,5 @@ def test_the_margin_is_that_of_the_last_answers_whatever_came_before() -> None:
     margin, errors = LearnedMargin(), [(number * 7919) % 503 - 250 for number in range(3 * MARGIN_WINDOW)]
     for seen, error in enumerate(errors, 1):
         margin.observe(error)
-        last = sorted(abs(one) for one in errors[:seen][-MARGIN_WINDOW:])
+        last = sorted(max(0, one) for one in errors[:seen][-MARGIN_WINDOW:])
         assert margin.p99_tokens == last[math.ceil(0.99 * len(last)) - 1]
