@@ -48,6 +48,8 @@ _MESSAGE = re.compile(
     r'\s*\{\s*(?:"error"\s*:\s*\{\s*)?"(?:message|detail)"\s*:\s*'
     r'"((?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)'
 )
+_LIMITS = frozenset({"max_tokens", "truncate_prompt_tokens"})
+"""Members that may themselves be greater than the window, however short the prompt is."""
 _OWN_VERDICTS = frozenset({400, 413, 422})
 
 
@@ -153,7 +155,7 @@ def verdict(status: int, error: BackendError) -> tuple[GatewayError, Outcome]:
 
 def _rejected(status: int, error: BackendError) -> BackendRejected:
     message, code = error.public_message, "invalid_request"
-    if error.code == "context_length_exceeded" or (_OVERLONG.search(message) and error.param != "max_tokens"):
+    if error.code == "context_length_exceeded" or (_OVERLONG.search(message) and error.param not in _LIMITS):
         # Clients recognize a context overflow by these words, not by the code.
         said = message.rstrip().removesuffix(".")
         message = f"{said}. Input tokens exceed the configured limit [context_length_exceeded]."

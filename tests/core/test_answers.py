@@ -141,12 +141,14 @@ def test_so_is_one_that_is_too_long_for_llama_cpp() -> None:
     assert outcome is Outcome.REJECTED
 
 
-def test_a_max_tokens_complaint_is_not_an_overflow() -> None:
-    body = b'{"error":{"message":"max_tokens=9 cannot be greater than max_model_len=4","param":"max_tokens"}}'
+@pytest.mark.parametrize("param", ["max_tokens", "truncate_prompt_tokens"])
+def test_a_complaint_about_a_limit_is_not_an_overflow(param: str) -> None:
+    message = f"{param}=9 cannot be greater than max_model_len=4"
+    body = json.dumps({"error": {"message": message, "param": param}}).encode()
 
     failure, _ = verdict(400, read_error(body))
 
-    assert (failure.code, failure.param) == ("invalid_request", "max_tokens")
+    assert (failure.code, failure.param) == ("invalid_request", param)
 
 
 @pytest.mark.parametrize(
