@@ -19,7 +19,7 @@ from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from gateway.core.errors import ConfigError, StoreUnavailable
 from gateway.tcp import KEEPALIVE
@@ -140,7 +140,7 @@ class Connections:
         """Run a command until it completes or times out, even if the calling task is cancelled.
 
         Waiting for a connection has a separate timeout, of the same length: a burst of requests must not look
-        like an unreachable store. Once a command has failed, the commands queued behind it fail at once.
+        like an unreachable store. Once a command has got no answer, those queued behind it fail at once.
 
         Raises:
             StoreAway: the outcome of the command is unknown.
@@ -163,8 +163,9 @@ class Connections:
             self._failures += 1
             raise StoreAway(f"no answer within {self._command_s:g} s") from error
         except UNREACHABLE as error:
-            self._failures += 1
-            if isinstance(error, ResponseError):
+            if not isinstance(error, ResponseError):
+                self._failures += 1
+            elif not _is_full(error):
                 await self._pool.drop_idle()
             raise StoreAway(f"{type(error).__name__}: {error}") from error
 
@@ -191,6 +192,11 @@ class Connections:
         for client in (self.redis, self._listener):
             with suppress(StoreAway):
                 await self.bounded(client.aclose)
+
+
+def _is_full(error: ResponseError) -> bool:
+    """Return whether a server refuses a command, or one in a script, for lack of memory."""
+    return isinstance(error, OutOfMemoryError) or "OOM command not allowed" in str(error)
 
 
 def _loss(channel: PubSub) -> BaseException | None:

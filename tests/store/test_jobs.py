@@ -975,6 +975,20 @@ async def test_a_store_that_refuses_is_not_back_because_it_can_be_read(
     ]
 
 
+async def test_a_store_that_is_full_is_asked_on_the_same_connections(tmp_path: Path) -> None:
+    with own_server("valkey-9", tmp_path) as server:
+        jobs, redis = RedisJobs(server.url), Redis.from_url(server.url)
+        await redis.config_set("maxmemory", 1)
+        opened = []
+        for number in range(3):
+            with pytest.raises(StoreUnavailable):
+                await jobs.submit(new_job(f"{number}"), QUOTA)
+            opened.append((await redis.info("stats"))["total_connections_received"])
+        await jobs.aclose()
+        await redis.aclose()
+    assert opened[0] == opened[2]
+
+
 async def test_a_claim_whose_reply_was_lost_is_the_next_one_s_answer(stoppable: RedisServer) -> None:
     jobs = RedisJobs(stoppable.url, command_s=0.3)
     await jobs.submit(new_job("a"), QUOTA)
