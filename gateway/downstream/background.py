@@ -12,11 +12,13 @@ import msgspec
 
 from gateway.core.chat_jobs import whole
 from gateway.core.errors import (
+    GatewayError,
     IdempotencyKeyReused,
     InvalidRequest,
     JobRefused,
     ResponseNotFound,
     StoreUnavailable,
+    let_go,
 )
 from gateway.core.jobs import (
     Chunk,
@@ -49,6 +51,9 @@ AGAIN_S = 1.0, 3.0
 
 CHUNKS_AT_ONCE = 64
 """Maximum chunks read at once by a follower: 16 s of an answer as it is written."""
+
+AWAY_S = 60.0
+"""How long a caller is kept waiting while the store is unreachable."""
 
 RETRY_AFTER_S = 5
 RETRY_AFTER_MAX_S = 59
@@ -206,7 +211,7 @@ class Background:
                 try:
                     job = await self.over(job, FOLLOW_S)
                 except StoreUnavailable:
-                    await anyio.sleep(again_s())
+                    await _rest()
         return job
 
     async def over(self, job: Job, wait_s: float) -> Job:
@@ -271,22 +276,51 @@ class Background:
     async def events(self, job: Job, after: int) -> AsyncIterator[Sequence[Event]]:
         """Yield the events of a job after number `after`, as they come; an empty batch from time to time.
 
-        The last batch ends with the event that ends the response.
+        The last batch ends with the event that ends the response; or with an error, if the job is gone, or
+        the store was unreachable for too long. Its number is that of the event before it: follow from there.
         """
-        replay = Replay(await self.facts(job), msgspec.json.decode)
+        last = after
+        try:
+            async for new in self._events(job, after):
+                last = new[-1]["sequence_number"] if new else last
+                yield new
+        except GatewayError as error:
+            log.warning(
+                "a follower of job %s was cut off: %s",
+                job.id,
+                error.message,
+                extra=about("follower_cut", id=job.id, code=error.code),
+            )
+            said = {"code": error.code, "message": error.message, "param": error.param}
+            yield ({"type": "error", **said, "sequence_number": max(last, 0)},)
+
+    async def _events(self, job: Job, after: int) -> AsyncIterator[Sequence[Event]]:
+        """Yield the events of a job.
+
+        Raises:
+            ResponseNotFound: it is gone.
+            StoreUnavailable: the store was unreachable for too long.
+        """
+        outage, is_news = Outage(self._clock), True
+        replay: Replay | None = None
         while True:
-            chunks = await self._jobs.chunks(job.id, replay.chunks, CHUNKS_AT_ONCE)
+            try:
+                replay = replay or Replay(await self.facts(job), msgspec.json.decode)
+                if not is_news and await self._jobs.changed(job.id, replay.chunks, FOLLOW_S, job.status):
+                    job = await self._again(job)
+                chunks = await self._jobs.chunks(job.id, replay.chunks, CHUNKS_AT_ONCE)
+                outage.over()
+            except StoreUnavailable as error:
+                yield ()
+                await outage.wait(error)
+                continue
             told = await decoded(size_of(chunks), partial(replay.tell, job, chunks))
             new = [event for event in told if event["sequence_number"] > after]
-            if new:
+            is_news = bool(chunks)
+            if new or not is_news:
                 yield new
             if replay.is_over:
                 return
-            if not chunks:
-                if not new:
-                    yield ()
-                if await self._jobs.changed(job.id, replay.chunks, FOLLOW_S, job.status):
-                    job = await self._again(job)
 
     def retry_after_s(self, response: Mapping[str, Any]) -> int:
         """Return when to poll a response again."""
@@ -339,9 +373,35 @@ class Background:
         return max(most, JobPriority(asked), key=order.index)
 
 
-def again_s() -> float:
-    """Return how long to wait for an unreachable store; random, so that its waiters do not ask in step."""
-    return random.uniform(*AGAIN_S)
+class Outage:
+    """The patience of one caller with an unreachable store."""
+
+    def __init__(self, clock: Clock) -> None:
+        """Begin with a store that responds."""
+        self._clock = clock
+        self._since: float | None = None
+
+    def over(self) -> None:
+        """Note that the store has responded."""
+        self._since = None
+
+    async def wait(self, error: StoreUnavailable) -> None:
+        """Wait until it is time to ask again.
+
+        Raises:
+            StoreUnavailable: it has been unreachable for too long.
+        """
+        now = self._clock.now()
+        self._since = now if self._since is None else self._since
+        if now - self._since > AWAY_S:
+            raise error
+        let_go(error)
+        await _rest()
+
+
+async def _rest() -> None:
+    """Wait until it is time to ask the store again; random, so that its waiters do not ask in step."""
+    await anyio.sleep(random.uniform(*AGAIN_S))
 
 
 def gone(id: str, param: str | None = None) -> ResponseNotFound:

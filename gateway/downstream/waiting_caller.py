@@ -18,7 +18,7 @@ from gateway.core.errors import AtCapacity, Draining, GatewayError, StoreUnavail
 from gateway.core.jobs import Job, JobStatus, size_of
 from gateway.core.sse import DONE
 from gateway.core.values import OnDisconnect
-from gateway.downstream.background import Background, again_s
+from gateway.downstream.background import Background, Outage
 from gateway.downstream.relay import HttpDownstream, send_body
 from gateway.events import about
 from gateway.pipeline import CallerStalled
@@ -30,9 +30,6 @@ log = logging.getLogger("gateway.downstream")
 
 PLACE_S = 2.0
 """Polling interval for a caller that wants to know its position."""
-
-AWAY_S = 60.0
-"""How long a caller is kept waiting while the store is unreachable."""
 
 LEAVE_S = 5.0
 """Time limit for cancelling the job of a caller that has left."""
@@ -79,7 +76,7 @@ class WaitingCaller:
         self._comment_at = waiter.silent_until
         self._is_open = False
         self._place_said = b""
-        self._away_since: float | None = None
+        self._outage = Outage(clock)
 
     async def serve(self, job: Job) -> None:
         """Answer with the result of a job, to completion.
@@ -123,9 +120,9 @@ class WaitingCaller:
                     body = await self._background.answer(job)
                 else:
                     job = await self._background.over(job, self._wait_s(job, has_begun=job.chunks > 0))
-                self._away_since = None
+                self._outage.over()
             except StoreUnavailable as error:
-                await self._away(error)
+                await self._outage.wait(error)
             job = await self._in_time(job, has_begun=job.chunks > 0)
         await send_body(body, self._downstream, headers=self._waiter.headers)
 
@@ -141,9 +138,9 @@ class WaitingCaller:
                 job, chunks = await self._background.news(
                     job, replay.chunks, wait_s, is_placed=self._waiter.wants_place
                 )
-                self._away_since = None
+                self._outage.over()
             except StoreUnavailable as error:
-                await self._away(error)
+                await self._outage.wait(error)
                 chunks = ()
             if data := await decoded(size_of(chunks), partial(replay.tell, chunks)):
                 await self._send(data)
@@ -224,18 +221,6 @@ class WaitingCaller:
         raise AtCapacity(
             "The request's own deadline has passed without an answer.", code="deadline", retry_after_s=5
         )
-
-    async def _away(self, error: StoreUnavailable) -> None:
-        """Wait a while for an unreachable store.
-
-        Raises:
-            StoreUnavailable: it has been unreachable for too long.
-        """
-        now = self._clock.now()
-        self._away_since = self._away_since or now
-        if now - self._away_since > AWAY_S:
-            raise error
-        await anyio.sleep(again_s())
 
     # -------------------------------------------------------------- disconnects
 

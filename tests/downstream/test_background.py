@@ -113,6 +113,49 @@ async def test_who_follows_a_job_loads_it_once_and_asks_after_it_where_its_answe
     assert store.known == 3 * [JobStatus.QUEUED]  # what it was when it was read: nothing is missed in between
 
 
+class Intermittent(Answered):
+    """A store that is away at some of the questions: `answers` tells which it answers."""
+
+    def __init__(self, job: Job, *said: bytes, answers: Sequence[bool]) -> None:
+        super().__init__(job, *said)
+        self.answers = list(answers)
+
+    async def chunks(self, job_id: str, start: int = 0, limit: int = 1000) -> Sequence[Chunk]:
+        if self.answers and not self.answers.pop(0):
+            raise StoreUnavailable("The job store does not answer.", retry_after_s=5)
+        return await super().chunks(job_id, start, limit)
+
+
+@pytest.mark.parametrize(
+    ("answers", "last"),
+    [
+        pytest.param([False, True, False, True], "response.completed", id="twice"),
+        pytest.param([True, *5 * [False]], "error", id="for-too-long"),
+    ],
+)
+async def test_a_follower_waits_for_a_store_that_is_away(
+    answers: Sequence[bool], last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World()
+
+    def rest(*_: float) -> float:
+        world.clock.time += 25.0
+        return 0.0
+
+    monkeypatch.setattr("gateway.downstream.background.random.uniform", rest)
+    facts = JobFacts({"id": "resp_1", "status": "queued"}, "0" * 32, 0, {}, {}).encoded()
+    job = Job(NewJob("resp_1", None, "m/c", b"{}", facts), JobStatus.QUEUED, position=1)
+    event = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":%b}]}\n\n'
+    background = background_of(world, Intermittent(job, event % b"null", event % b'"stop"', answers=answers))
+
+    told = [one async for batch in background.events(job, -1) for one in batch]
+
+    assert told[-1]["type"] == last
+    numbers = [one["sequence_number"] for one in told]
+    expected = list(range(len(told))) if last != "error" else [*range(len(told) - 1), len(told) - 2]
+    assert numbers == expected
+
+
 @pytest.mark.parametrize(("is_placed", "got"), [(False, 1), (True, 3)])
 async def test_a_job_that_has_not_changed_is_asked_after_only_for_its_place(
     is_placed: bool, got: int

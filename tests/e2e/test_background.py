@@ -16,6 +16,7 @@ from support.processes import config, running
 from support.redis_server import RedisServer
 from support.site import Site, simulated, site
 
+from gateway.downstream import background
 from gateway.simulator.options import Fault, FaultOrder
 
 KEYS = {
@@ -153,19 +154,52 @@ async def test_a_stream_is_followed_left_and_taken_up_again(gateway: Site) -> No
     assert text == whole[-1].response.output_text
 
 
-async def test_a_stream_whose_store_goes_away_is_cut_off_and_taken_up_again(
-    gateway: Site, store: RedisServer, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("again", [False, True], ids=["created", "retrieved"])
+async def test_a_stream_outlasts_a_store_that_goes_away_for_a_while(
+    gateway: Site,
+    store: RedisServer,
+    again: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(background, "AGAIN_S", (0.05, 0.1))
     client = gateway.openai(api_key="a")
+    stream: Any = await client.responses.create(
+        **ASK, background=True, stream=True, max_output_tokens=1_500, extra_body={"ignore_eos": True}
+    )
+    if again:
+        id = (await anext(stream)).response.id
+        await stream.close()
+        stream = await client.responses.retrieve(id, stream=True)
     seen = []
-    with pytest.raises((openai.APIError, httpx.HTTPError)):
-        async for event in await client.responses.create(
-            **ASK, background=True, stream=True, max_output_tokens=1_500, extra_body={"ignore_eos": True}
-        ):
-            seen.append(event)
-            if len(seen) == 5:
-                store.stall()
+    async for event in stream:
+        seen.append(event)
+        if len(seen) == 5:
+            store.stall()
+            await gateway.eventually(lambda: "the job store is unavailable" in caplog.text)
+            store.resume()
+
+    assert [event.sequence_number for event in seen] == list(range(len(seen)))
+    assert seen[-1].type == "response.incomplete"
+
+
+async def test_a_stream_whose_store_stays_away_ends_with_an_error_and_is_taken_up_again(
+    gateway: Site, store: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "AWAY_S", 0.0)
+    monkeypatch.setattr(background, "AGAIN_S", (0.05, 0.1))
+    client = gateway.openai(api_key="a")
+    seen: list[Any] = []
+    async for event in await client.responses.create(
+        **ASK, background=True, stream=True, max_output_tokens=1_500, extra_body={"ignore_eos": True}
+    ):
+        seen.append(event)
+        if len(seen) == 5:
+            store.stall()
     store.resume()
+    error = seen.pop()
+    assert (error.type, error.code) == ("error", "store_unavailable")
+    assert error.sequence_number == seen[-1].sequence_number
     id = seen[0].response.id
     assert (await ended(client, id)).status == "incomplete"
     after = seen[-1].sequence_number
@@ -173,7 +207,7 @@ async def test_a_stream_whose_store_goes_away_is_cut_off_and_taken_up_again(
 
     assert [event.sequence_number for event in (*seen, *rest)] == list(range(len(seen) + len(rest)))
     assert rest[-1].type == "response.incomplete"
-    assert "was cut off: The job store does not answer" in caplog.text
+    assert f"a follower of job {id} was cut off: The job store does not answer" in caplog.text
     assert "Exception in ASGI application" not in caplog.text
 
 
