@@ -14,6 +14,7 @@ file again after a crash yields the same ids.
 Pure: lines are arguments; the store performs the transitions.
 """
 
+import codecs
 import hashlib
 import json
 import re
@@ -462,10 +463,26 @@ def answered_line(line_id: str, custom_id: str, status: int, request_id: str, bo
         custom_id: The caller's own id.
         status: HTTP status of the answer.
         request_id: The `x-request-id` of its job.
-        body: The answer, JSON.
+        body: The answer, valid JSON. It is not decoded, because it may be megabytes long.
     """
-    response = {"status_code": status, "request_id": request_id, "body": json.loads(body)}
-    return _result_line(line_id, custom_id, response, None)
+    response = {"status_code": status, "request_id": request_id, "body": None}
+    frame = _result_line(line_id, custom_id, response, None)
+    escaped = body if body.isascii() else body.decode().encode("ascii", _JSON_ESCAPES)
+    before, _, after = frame.rpartition(b'"body":null')
+    # JSON has line breaks only between its tokens.
+    return b"".join((before, b'"body":', escaped.translate(_NO_BREAKS), after))
+
+
+def _json_escaped(error: UnicodeError) -> tuple[str, int]:
+    """Return JSON's escapes for the characters that are not ASCII; for `codecs.register_error`."""
+    assert isinstance(error, UnicodeEncodeError)
+    units = memoryview(error.object[error.start : error.end].encode("utf-16-be"))
+    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2)), error.end
+
+
+_JSON_ESCAPES = "gateway-json-escapes"
+_NO_BREAKS = bytes.maketrans(b"\r\n", b"  ")
+codecs.register_error(_JSON_ESCAPES, _json_escaped)
 
 
 def unanswered_line(line_id: str, custom_id: str, code: str, message: str) -> bytes:

@@ -306,7 +306,8 @@ class BatchRunner:
             if answer is not None:
                 status, body = answer
                 line_id = claim.batch.line_id(line.number)
-                written = answered_line(line_id, line.custom_id, status, job.id, body)
+                write = partial(answered_line, line_id, line.custom_id, status, job.id, body)
+                written = await decoded(len(body), write)
                 is_answer = status < 400
         await self._batches.collect(claim, line.job_id, written, is_answer=is_answer)
 

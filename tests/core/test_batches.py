@@ -239,6 +239,25 @@ def test_the_line_of_an_answer() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["a", '"body":null', "\u2028"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param({"a": "b", "c": [1.5, None, True]}, id="ascii"),
+        pytest.param({"ä": "é\u2028\U0001f600x日本\u0000\n"}, id="escaped"),
+        pytest.param({}, id="empty"),
+    ],
+)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_the_line_of_an_answer_holds_its_body(name: str, body: dict[str, Any], indent: int | None) -> None:
+    encoded = json.dumps(body, ensure_ascii=False, indent=indent).encode()
+    written = answered_line(name, name, 200, name, encoded)
+    assert written.isascii()
+    assert len(written.splitlines()) == 1
+    assert json.loads(written)["response"]["body"] == body
+    assert json.loads(written)["custom_id"] == name
+
+
 def test_the_line_of_a_failure() -> None:
     written = unanswered_line("batch_req_1", "a", "batch_expired", "The batch's time was over.")
     assert json.loads(written) == {
