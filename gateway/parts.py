@@ -225,7 +225,9 @@ def worker(
             metrics.attempt_ended(end)
 
     serves, can_run_lane = pipeline.serving, pipeline.can_run_lane
-    return Worker(jobs, name, read, pipeline.run, rules, serves, can_run_lane, attempt_ended)
+    return Worker(
+        jobs, name, read, pipeline.run, rules, serves, pipeline.tokens_of, can_run_lane, attempt_ended
+    )
 
 
 def batching(settings: Settings, revocations: Revocations) -> Batching | None:

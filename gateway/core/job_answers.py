@@ -17,9 +17,6 @@ from typing import Any
 
 from gateway.core.jobs import Chunk, JobStatus
 
-BYTES_PER_TOKEN = 4
-"""Approximate bytes per token of prose; only used to reduce `max_tokens` for the continuation."""
-
 
 @dataclass(frozen=True, slots=True)
 class AnswerSoFar:
@@ -29,11 +26,13 @@ class AnswerSoFar:
         content: Its text.
         calls_tools: Whether it contains the beginning of a tool call.
         finish_reason: How it ended; None if any of its choices has not.
+        thought: The thought before its text.
     """
 
     content: str = ""
     calls_tools: bool = False
     finish_reason: str | None = None
+    thought: str = ""
 
     @property
     def status(self) -> JobStatus:
@@ -54,19 +53,21 @@ def current(chunks: Iterable[Chunk]) -> list[Chunk]:
 def answer_so_far(chunks: Iterable[Chunk], choices: int = 1) -> AnswerSoFar:
     """Combine stored chunks of an answer with that many choices."""
     content: list[str] = []
+    thought: list[str] = []
     calls_tools = False
     finish_reasons: dict[int, str] = {}
     for event in events(current(chunks)):
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
             content.append(delta.get("content") or "")
+            thought.append(delta.get("reasoning") or delta.get("reasoning_content") or "")
             calls_tools = calls_tools or bool(delta.get("tool_calls"))
             if reason := choice.get("finish_reason"):
                 finish_reasons[choice.get("index") or 0] = reason
     # An answer is truncated if any of its choices is.
     reasons = sorted(finish_reasons.values(), key="length".__eq__)
     finish_reason = reasons[-1] if len(reasons) >= choices else None
-    return AnswerSoFar("".join(content), calls_tools, finish_reason)
+    return AnswerSoFar("".join(content), calls_tools, finish_reason, "".join(thought))
 
 
 def events(
@@ -86,15 +87,17 @@ def choices(body: bytes) -> int:
     return int(wanted) if isinstance(wanted, int | float) and wanted > 0 else 1
 
 
-def continuation(body: bytes, answer: AnswerSoFar) -> bytes | None:
-    """Return the chat request that continues an answer; None if the job must start over."""
+def continuation(body: bytes, answer: AnswerSoFar, spent_tokens: int) -> bytes | None:
+    """Return the chat request that continues an answer; None if the job must start over.
+
+    `spent_tokens`: length of the answer so far, including its thought; taken off the request's limits.
+    """
     request = json.loads(body)
     messages = request.get("messages")
     if not answer.content.strip() or answer.calls_tools or not isinstance(messages, list):
         return None
     if request.get("continue_final_message") or (request.get("n") or 1) != 1 or _has_form(request):
         return None
-    spent_tokens = len(answer.content.encode()) // BYTES_PER_TOKEN
     limits = {
         name: max(1, request[name] - spent_tokens)
         for name in ("max_tokens", "max_completion_tokens")

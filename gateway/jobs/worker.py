@@ -127,10 +127,13 @@ class Worker:
         run: Run,
         rules: WorkerRules,
         serves: Serves,
+        tokens_of: Callable[[str], Awaitable[int]],
         can_run_lane: Callable[[str], bool] = lambda _: True,
         on_attempt: Callable[[AttemptEnd], None] = lambda _: None,
     ) -> None:
         """Run jobs of `store` under the unique name `name`.
+
+        `tokens_of` counts the tokens of an answer that is to be continued.
 
         Lanes whose model is not in `serves()` are skipped, as are lanes for which `can_run_lane` returns
         False because no backend could serve them now. `on_attempt` is called at the end of every attempt.
@@ -142,6 +145,7 @@ class Worker:
         self._rules = rules
         self._on_attempt = on_attempt
         self._serves = serves
+        self._tokens_of = tokens_of
         self._can_run_lane = can_run_lane
         self._foreign: frozenset[str] = frozenset()  # lanes of models that are not served here
         self._claims: dict[str, _Claim] = {}
@@ -333,7 +337,9 @@ class Worker:
             return
         body = None
         if stored is not None and self._rules.continues:
-            body = await decoded(job.new.size_bytes, partial(continuation, job.new.body, stored))
+            spent_tokens = await self._tokens_of(stored.thought + stored.content)
+            further = partial(continuation, job.new.body, stored, spent_tokens)
+            body = await decoded(job.new.size_bytes, further)
         if body is not None:
             chunks, failure = await self._relay(claim, body, restarts=False)
             if not isinstance(failure, CallerError):

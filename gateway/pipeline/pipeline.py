@@ -49,6 +49,8 @@ from gateway.core.values import (
     Objection,
     Policy,
     Prefixes,
+    Prompt,
+    TemplateCosts,
     TrafficClass,
 )
 from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s, patient
@@ -75,6 +77,9 @@ from gateway.ports import (
 
 _REFUSALS = frozenset({Outcome.FAILED, Outcome.MISCONFIGURED})
 """Outcomes that may be caused by the request itself rather than by the backend."""
+
+BYTES_PER_TOKEN = 4
+"""Approximate bytes per token of prose."""
 
 NO_WAIT_S = 0.001
 """A request that got a slot in less than this counts as not having waited."""
@@ -250,6 +255,14 @@ class Pipeline:
         estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
         matched = classification.classify(model, request, estimate)
         return None if matched is None else (matched[0], estimate)
+
+    async def tokens_of(self, text: str) -> int:
+        """Return the number of tokens of a text that a model wrote; roughly, if too many others are counted."""
+        prompt, costs = Prompt(raw_texts=(text,)), TemplateCosts(bos=0)
+        try:
+            return (await self._estimator.estimate(prompt, costs, self._policy().window_tokens)).tokens
+        except ShedError:
+            return len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN
 
     async def decision_for(self, incoming: Incoming, estimate: Estimate | None = None) -> Decision:
         """Return the decision for a request without running it. `estimate`: see `run`.

@@ -41,6 +41,7 @@ def test_pieces_add_up_to_one_answer() -> None:
     answer = answer_so_far(stored)
 
     assert answer.content == "It is 42."
+    assert answer.thought == "Let me see."
     assert (answer.finish_reason, answer.status) == ("stop", JobStatus.COMPLETED)
 
 
@@ -60,8 +61,8 @@ def test_an_answer_that_was_cut_has_not_ended() -> None:
 REQUEST: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Why?"}], "stream": True}
 
 
-def went_on(request: dict[str, Any], *data: bytes) -> dict[str, Any] | None:
-    body = continuation(json.dumps(request).encode(), answer_so_far(chunks(*data)))
+def went_on(request: dict[str, Any], *data: bytes, spent: int = 0) -> dict[str, Any] | None:
+    body = continuation(json.dumps(request).encode(), answer_so_far(chunks(*data)), spent)
     found: dict[str, Any] | None = None if body is None else json.loads(body)
     return found
 
@@ -82,7 +83,7 @@ def test_a_cut_text_is_put_before_what_follows() -> None:
     ("name", "limit", "left"), [("max_tokens", 100, 90), ("max_completion_tokens", 5, 1)]
 )
 def test_what_was_said_is_taken_off_the_limit(name: str, limit: int, left: int) -> None:
-    found = went_on({**REQUEST, name: limit}, event(content="x" * 40))
+    found = went_on({**REQUEST, name: limit}, event(content="x"), spent=10)
 
     assert found is not None
     assert found[name] == left

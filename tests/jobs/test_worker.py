@@ -1,6 +1,7 @@
 """A worker over a real store: jobs are worked off; none is lost, whatever ends the worker or the store."""
 
 import gc
+import json
 import logging
 import secrets
 import sys
@@ -28,6 +29,7 @@ from support.scripted_backend import (
     event,
     read,
     serves,
+    tokens_of,
 )
 
 from gateway.core.errors import (
@@ -95,7 +97,7 @@ async def working(
     can_run_lane: Callable[[str], bool] = lambda _: True,
 ) -> AsyncIterator[Worker]:
     """Run a worker while the block runs."""
-    worker = Worker(store, name, read, backend.run, rules, serves, can_run_lane, on_attempt)
+    worker = Worker(store, name, read, backend.run, rules, serves, tokens_of, can_run_lane, on_attempt)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(store.run)
         tasks.start_soon(worker.run)
@@ -345,7 +347,7 @@ async def test_a_worker_may_get_a_job_again_that_it_has_lost_without_knowing(wor
             await anyio.sleep_forever()
 
     backend = Backend(held)
-    worker = Worker(store, "w", read, backend.run, replace(RULES, beat_s=1000.0), serves)
+    worker = Worker(store, "w", read, backend.run, replace(RULES, beat_s=1000.0), serves, tokens_of)
     await submit(other, "a")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(worker.run)
@@ -761,6 +763,17 @@ async def test_an_answer_whose_continuation_is_refused_begins_anew(
     assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
     assert sum(chunk.restarts for chunk in chunks) == 1
     assert await content(store, "a") == ANSWER
+
+
+async def test_a_continuation_may_be_as_long_as_the_answer_has_tokens_left(world: JobWorld) -> None:
+    store, backend = world.open(), Backend(failing(StreamBroken("It broke."), 1, 3))
+    body = json.dumps({**json.loads(BODY), "max_tokens": 20}).encode()
+    await store.submit(NewJob(id="a", key="alice", lane="m/light", body=body), QUOTA)
+    async with working(store, backend):
+        assert (await ended(store, "a")).status is JobStatus.COMPLETED
+    first, second = backend.asked
+    assert (first.body["max_tokens"], len(second.so_far.split())) == (20, 3)
+    assert second.body["max_tokens"] == 17
 
 
 # ------------------------------------------------------------------ what is told of attempts

@@ -42,6 +42,11 @@ def serves() -> Serving:
     return Serving("config", frozenset({"m"}))
 
 
+async def tokens_of(text: str) -> int:
+    """Each word is a token."""
+    return len(text.split())
+
+
 def read(job: Job, body: bytes) -> Incoming:
     return cast("Incoming", Asked(job, json.loads(body)))
 
@@ -101,7 +106,8 @@ async def main(url: str, prefix: str, lost_s: float) -> None:
     rules = WorkerRules(beat_s=lost_s / 4, look_s=lost_s / 4)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(store.run)
-        tasks.start_soon(Worker(store, "to be killed", read, Backend(stuck).run, rules, serves).run)
+        worker = Worker(store, "to be killed", read, Backend(stuck).run, rules, serves, tokens_of)
+        tasks.start_soon(worker.run)
 
 
 if __name__ == "__main__":
