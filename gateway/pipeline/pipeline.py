@@ -257,7 +257,7 @@ class Pipeline:
         return None if matched is None else (matched[0], estimate)
 
     async def tokens_of(self, text: str) -> int:
-        """Return the number of tokens of a text that a model wrote; roughly, if too many others are counted."""
+        """Return the number of tokens of a text that a model wrote; roughly, if many others are counted."""
         prompt, costs = Prompt(raw_texts=(text,)), TemplateCosts(bos=0)
         try:
             return (await self._estimator.estimate(prompt, costs, self._policy().window_tokens)).tokens
