@@ -85,7 +85,8 @@ class RequestsSection(Section):
     """
 
     usage_in_streams: bool = True
-    """Ask backends for the usage event of every stream, and hide it from callers who did not ask for it."""
+    """Ask backends for the usage event of every stream, and hide it from callers who did not ask for it; with
+    it, vLLM's `system_fingerprint`, which it then writes into that event."""
 
     @field_validator("drop_fields")
     @classmethod
