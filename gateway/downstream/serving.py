@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 
-from gateway.core.errors import Draining, GatewayError, let_go
+from gateway.core.errors import CallerError, Draining, GatewayError, let_go
 from gateway.core.trace import Trace
 from gateway.core.usage import Ending, RequestRecord
 from gateway.core.values import Endpoint
@@ -281,7 +281,12 @@ class Relayed:
         )
 
     async def _answer(self, request: wire.WireRequest, downstream: HttpDownstream) -> None:
-        await self._pipeline.run(request, downstream)
+        try:
+            await self._pipeline.run(request, downstream)
+        except CallerError as error:
+            if self._endpoint is Endpoint.COMPLETIONS and error.param == "messages":
+                error.param = "prompt"
+            raise
         await downstream.finish()
 
 

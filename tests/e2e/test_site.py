@@ -190,8 +190,11 @@ async def test_what_fits_nowhere_is_refused_before_any_backend_is_bothered(fleet
     with pytest.raises(openai.BadRequestError) as caught:
         await fleet.openai().chat.completions.create(model="gemma-4", messages=endless)
 
-    assert caught.value.code == "context_length_exceeded"
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
     assert "This model's maximum context length is 262144 tokens" in str(caught.value)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await fleet.openai().completions.create(model="gemma-4", prompt="river " * 400_000)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
     async with httpx.AsyncClient(trust_env=False) as client:
         metrics = (await client.get(f"{fleet.backends['push'].url}/metrics")).text
     assert 'handler="/v1/chat/completions"' not in metrics
