@@ -85,18 +85,19 @@ async def test_what_is_cut_at_the_end_has_not_been_left_by_its_caller(
     tmp_path: Path, out: io.StringIO
 ) -> None:
     chat = {"model": "gemma-4", "messages": [{"role": "user", "content": "Count from 1 to 5000."}]}
-    endings: list[type[Exception]] = []
+    told: dict[bool, tuple[int, str]] = {}
 
     async def ask(url: str, *, stream: bool, begun: anyio.Event) -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
-            try:
-                async with client.stream(
-                    "POST", "/v1/chat/completions", json=chat | {"stream": stream}
-                ) as got:
-                    async for _ in got.aiter_bytes():
-                        begun.set()
-            except httpx.TransportError as error:
-                endings.append(type(error))
+        body = chat | {"stream": stream}
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client,
+            client.stream("POST", "/v1/chat/completions", json=body) as got,
+        ):
+            parts = []
+            async for part in got.aiter_bytes():
+                begun.set()
+                parts.append(part)
+            told[stream] = got.status_code, b"".join(parts).decode()
 
     async with anyio.create_task_group() as tasks:
         async with site(
@@ -111,7 +112,9 @@ async def test_what_is_cut_at_the_end_has_not_been_left_by_its_caller(
             await begun.wait()
             await running.eventually(lambda: running.gateway.in_flight == 2)
 
-    assert len(endings) == 2
+    assert (told[True][0], told[False][0]) == (200, 503)
+    assert told[True][1].endswith('"code":"stream_broken"}}\n\ndata: [DONE]\n\n')
+    assert json.loads(told[False][1])["error"]["code"] == "draining"
     lines = [json.loads(line) for line in out.getvalue().splitlines()]
     cut = {line["stream"]: line for line in lines if line["event"] == "request"}
     assert {line["level"] for line in cut.values()} == {"error"}
