@@ -122,6 +122,7 @@ class Attempt:
         """End the attempt, answered or not, because this process is shutting down: its caller is told."""
         self._is_cut = True
         self._deadline.move(-inf)
+        self._deadline.expire()  # now: whatever arrives before the next look would move it again
 
     async def run(self, upstream: Upstream) -> None:
         """Relay the answer to its end. However the attempt ends, its record is added to the context.

@@ -612,6 +612,21 @@ async def test_a_stream_that_the_end_of_the_gateway_cuts_ends_with_an_error(worl
     assert (record.ending, record.error_code) == (Ending.BROKEN, "stream_broken")
 
 
+async def test_a_stream_of_which_more_arrives_as_the_gateway_ends_is_cut_all_the_same(world: World) -> None:
+    arrival = anyio.Event()
+    world.answers(light_0=Script([ROLE + HELLO, arrival, HELLO, anyio.Event()]))
+    caller = Caller()
+
+    with anyio.fail_after(3):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(world.run, world.request(), caller)
+            await anyio.wait_all_tasks_blocked()
+            arrival.set()
+            world.pipeline.end()
+
+    assert b"shutting down" in caller.body
+
+
 async def test_a_caller_that_does_not_read_is_not_told_that_the_gateway_stops(world: World) -> None:
     world.answers(light_0=Script([ROLE + HELLO, STOP + DONE]))
 
