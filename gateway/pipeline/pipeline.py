@@ -361,7 +361,7 @@ class Pipeline:
                 ticket, has_waited = self._waited(ticket, entered_at), True
                 continue
             except ShedError as shed:
-                if failure is None or isinstance(shed, AtCapacity):
+                if failure is None or isinstance(shed, AtCapacity | Draining):
                     raise
                 if unfit and may_ask_again:  # these backends are healthy, and may sample a different answer
                     may_ask_again, ticket = False, replace(ticket, failed=ticket.failed - unfit)

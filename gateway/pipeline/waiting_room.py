@@ -130,9 +130,12 @@ class WaitingRoom:
             del self._waiters[ticket.id]
             self.line.leave(ticket.id)
             self.look()  # offers to this request and reservations for it are free again
-        if waiter.place is not None:
-            return waiter.place
-        raise waiter.error or PolicyChanged
+        if waiter.place is None:
+            raise waiter.error or PolicyChanged
+        if isinstance(waiter.error, Draining):  # the room was closed while the ledger was asked
+            await self.release(ticket, waiter.place[1], answered=False)
+            raise waiter.error
+        return waiter.place
 
     async def release(self, ticket: Ticket, slot: Slot, *, answered: bool) -> None:
         """Release a slot and let the next request start. `answered`: whether its request got a token."""

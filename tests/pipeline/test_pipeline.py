@@ -595,6 +595,26 @@ async def test_who_waits_is_told_that_the_gateway_stops(world: World) -> None:
         await world.ledger.release(slot)
 
 
+async def test_who_waits_after_a_failure_is_told_that_the_gateway_stops(world: World) -> None:
+    held = [slot for name in ("light-1", "push") for slot in await fill(world, name)]
+    world.answers(light_0=Script(opening=UpstreamUnreachable("It cannot be reached.")))
+    told: list[str] = []
+
+    async def ask() -> None:
+        with pytest.raises(GatewayError) as caught:
+            await world.run(world.request())
+        told.append(caught.value.code)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        world.pipeline.end()
+
+    assert told == ["draining"]
+    for slot in held:
+        await world.ledger.release(slot)
+
+
 async def test_a_stream_that_the_end_of_the_gateway_cuts_ends_with_an_error(world: World) -> None:
     world.answers(light_0=Script([ROLE + HELLO, anyio.Event()]))
     caller = Caller()

@@ -9,7 +9,7 @@ import anyio
 import pytest
 from support.world import DONE, HELLO, POLICY, ROLE, STOP, Caller, Script, World
 
-from gateway.core.errors import AtCapacity
+from gateway.core.errors import AtCapacity, Draining
 from gateway.core.usage import Ending
 from gateway.core.values import Exclusion, Load, TrafficClass, Waiting
 from gateway.pipeline.waiting_room import REDECIDED_TOGETHER
@@ -27,6 +27,9 @@ class FarAway(MemoryLedger):
 
     def release_at_once(self, slot: Slot) -> bool:
         return False
+
+    async def release(self, slot: Slot) -> None:
+        super().release_at_once(slot)
 
 
 class TakenElsewhere(FarAway):
@@ -62,6 +65,18 @@ class Slow(FarAway):
         if self.asked == 2:
             self.both.set()
         await self.both.wait()
+        return await super().acquire(backend_id, claim, limits)
+
+
+class Asked(FarAway):
+    """Answers nobody before it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_answer = anyio.Event()
+
+    async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
+        await self.may_answer.wait()
         return await super().acquire(backend_id, claim, limits)
 
 
@@ -106,6 +121,27 @@ async def test_who_was_offered_a_place_that_was_gone_waits_no_longer_than_it_may
         tasks.cancel_scope.cancel()
 
     assert refused[0].code == "waited_too_long"
+
+
+async def test_a_place_that_is_granted_when_the_room_is_closed_is_given_back() -> None:
+    ledger = Asked()
+    world = World(ledger)
+    world.answers(light_0=Script([anyio.Event()]))
+
+    with anyio.fail_after(3):
+        async with anyio.create_task_group() as asking:
+
+            async def ask() -> None:
+                with pytest.raises(Draining):
+                    await arrive(world, 1)
+
+            asking.start_soon(ask)
+            await anyio.wait_all_tasks_blocked()
+            world.pipeline.end()
+            ledger.may_answer.set()
+
+    assert not world.upstream.targets
+    assert ledger.load("light-0") == Load()
 
 
 async def test_others_are_told_what_is_waited_for_and_when_nobody_waits_any_more() -> None:
