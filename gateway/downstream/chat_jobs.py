@@ -74,6 +74,7 @@ class ChatJobs:
         self._is_stopping = is_stopping
         self.waiting = 0  # callers being served synchronously
         self._waits: set[anyio.CancelScope] = set()
+        self._is_ended = False
 
     @staticmethod
     def wants_job(request: WireRequest) -> bool:
@@ -113,14 +114,17 @@ class ChatJobs:
 
     def end(self) -> None:
         """End all waiting, because this process is shutting down: each caller is told where its answer is."""
+        self._is_ended = True
         for scope in self._waits:
             scope.cancel()
 
     @contextmanager
     def _waiting(self) -> Iterator[anyio.CancelScope]:
-        """Run a block that `end` cancels."""
+        """Run a block that `end` cancels, whether it was called before or is called meanwhile."""
         with anyio.CancelScope() as scope:
             self._waits.add(scope)
+            if self._is_ended:
+                scope.cancel()
             try:
                 yield scope
             finally:

@@ -831,6 +831,23 @@ async def test_who_waits_for_a_job_is_told_where_its_answer_will_be(
             assert answer.headers["x-gateway-job"] == job.id
 
 
+async def test_whose_job_is_accepted_as_the_gateway_ends_is_told_so(
+    tmp_path: Path, store: RedisServer
+) -> None:
+    async with chat_site(tmp_path, store) as one, httpx.AsyncClient(timeout=10, trust_env=False) as client:
+        assert one.gateway.worker is not None
+        await one.gateway.worker.stop()
+        one.gateway.applications.end()
+        answer = await client.post(
+            f"{one.url}/v1/chat/completions",
+            json={**ASK, **THINKING},
+            headers={"authorization": "Bearer a"},
+        )
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+    assert answer.headers["x-gateway-job"].startswith("resp_")
+
+
 CONFIG = """
 models:
   gemma-4:
