@@ -292,7 +292,7 @@ class Background:
                 extra=about("follower_cut", id=job.id, code=error.code),
             )
             said = {"code": error.code, "message": error.message, "param": error.param}
-            yield ({"type": "error", **said, "sequence_number": max(last, 0)},)
+            yield ({"type": "error", **said, "sequence_number": last},)
 
     async def _events(self, job: Job, after: int) -> AsyncIterator[Sequence[Event]]:
         """Yield the events of a job.

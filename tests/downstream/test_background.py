@@ -131,6 +131,7 @@ class Intermittent(Answered):
     [
         pytest.param([False, True, False, True], "response.completed", id="twice"),
         pytest.param([True, *5 * [False]], "error", id="for-too-long"),
+        pytest.param(5 * [False], "error", id="before-anything-was-told"),
     ],
 )
 async def test_a_follower_waits_for_a_store_that_is_away(
