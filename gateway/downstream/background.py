@@ -2,7 +2,8 @@
 
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import msgspec
 
 from gateway.core.chat_jobs import whole
 from gateway.core.errors import (
+    Draining,
     GatewayError,
     IdempotencyKeyReused,
     InvalidRequest,
@@ -90,8 +92,52 @@ class JobRules:
     priorities: Mapping[str, JobPriority] = field(default_factory=dict)
 
 
+class Waits:
+    """What waits for jobs on behalf of callers, until this process ends.
+
+    Attributes:
+        are_over: Whether it is ending.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        self.are_over = False
+        self._scopes: set[anyio.CancelScope] = set()
+
+    def end(self) -> None:
+        """End all waiting, because this process is shutting down. Callers are told by those who wait."""
+        self.are_over = True
+        for scope in self._scopes:
+            scope.cancel()
+
+    def check_open(self) -> None:
+        """Cut off a follower if this process is ending.
+
+        Raises:
+            Draining: it is.
+        """
+        if self.are_over:
+            raise Draining("This gateway is shutting down. Follow the response through another one.")
+
+    @contextmanager
+    def until_end(self) -> Iterator[anyio.CancelScope]:
+        """Run a block that `end` cancels, whether it was called before or is called meanwhile."""
+        with anyio.CancelScope() as scope:
+            self._scopes.add(scope)
+            if self.are_over:
+                scope.cancel()
+            try:
+                yield scope
+            finally:
+                self._scopes.remove(scope)
+
+
 class Background:
-    """Jobs on behalf of callers; one per process."""
+    """Jobs on behalf of callers; one per process.
+
+    Attributes:
+        waits: What waits for jobs.
+    """
 
     def __init__(
         self,
@@ -109,6 +155,7 @@ class Background:
         `revoke`: makes sure that a job never runs; see `Revocations.add`.
         """
         self.revoke = revoke
+        self.waits = Waits()
         self._recorder = recorder
         self._jobs = jobs
         self._pipeline = pipeline
@@ -276,8 +323,9 @@ class Background:
     async def events(self, job: Job, after: int) -> AsyncIterator[Sequence[Event]]:
         """Yield the events of a job after number `after`, as they come; an empty batch from time to time.
 
-        The last batch ends with the event that ends the response; or with an error, if the job is gone, or
-        the store was unreachable for too long. Its number is that of the event before it: follow from there.
+        The last batch ends with the event that ends the response; or with an error, if the job is gone, the
+        store was unreachable for too long, or this process is shutting down. Its number is that of the event
+        before it: follow from there.
         """
         last = after
         try:
@@ -300,19 +348,24 @@ class Background:
         Raises:
             ResponseNotFound: it is gone.
             StoreUnavailable: the store was unreachable for too long.
+            Draining: this process is shutting down.
         """
         outage, is_news = Outage(self._clock), True
         replay: Replay | None = None
         while True:
             try:
                 replay = replay or Replay(await self.facts(job), msgspec.json.decode)
-                if not is_news and await self._jobs.changed(job.id, replay.chunks, FOLLOW_S, job.status):
-                    job = await self._again(job)
+                if not is_news:
+                    with self.waits.until_end():
+                        if await self._jobs.changed(job.id, replay.chunks, FOLLOW_S, job.status):
+                            job = await self._again(job)
                 chunks = await self._jobs.chunks(job.id, replay.chunks, CHUNKS_AT_ONCE)
                 outage.over()
             except StoreUnavailable as error:
                 yield ()
-                await outage.wait(error)
+                with self.waits.until_end():
+                    await outage.wait(error)
+                self.waits.check_open()
                 continue
             told = await decoded(size_of(chunks), partial(replay.tell, job, chunks))
             new = [event for event in told if event["sequence_number"] > after]
@@ -321,6 +374,7 @@ class Background:
                 yield new
             if replay.is_over:
                 return
+            self.waits.check_open()
 
     def retry_after_s(self, response: Mapping[str, Any]) -> int:
         """Return when to poll a response again."""

@@ -6,8 +6,7 @@ counted only once, either here or in the pipeline.
 
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
@@ -73,8 +72,6 @@ class ChatJobs:
         self._refused = refused
         self._is_stopping = is_stopping
         self.waiting = 0  # callers being served synchronously
-        self._waits: set[anyio.CancelScope] = set()
-        self._is_ended = False
 
     @staticmethod
     def wants_job(request: WireRequest) -> bool:
@@ -111,24 +108,6 @@ class ChatJobs:
         waiter = _waiter(request, traffic_class.waiting, queue, headers)
         del request, received, facts
         await self._served(job, waiter, downstream)
-
-    def end(self) -> None:
-        """End all waiting, because this process is shutting down: each caller is told where its answer is."""
-        self._is_ended = True
-        for scope in self._waits:
-            scope.cancel()
-
-    @contextmanager
-    def _waiting(self) -> Iterator[anyio.CancelScope]:
-        """Run a block that `end` cancels, whether it was called before or is called meanwhile."""
-        with anyio.CancelScope() as scope:
-            self._waits.add(scope)
-            if self._is_ended:
-                scope.cancel()
-            try:
-                yield scope
-            finally:
-                self._waits.remove(scope)
 
     # -------------------------------------------------------------- submitting
 
@@ -227,7 +206,7 @@ class ChatJobs:
         """Send the chat completion if it is ready in time, or else the location of the job."""
         headers = (*headers, (b"preference-applied", prefers.applied.encode()))
         try:
-            with self._waiting():
+            with self._background.waits.until_end():
                 job = await self._background.finished(job, prefers.granted_s)
             if job.status.is_final:
                 if (failed := failure(job)) is not None:
@@ -246,7 +225,7 @@ class ChatJobs:
         in_place = WaitingCaller(waiter, self._background, downstream, self._clock)
         self.waiting += 1
         try:
-            with self._waiting() as wait:
+            with self._background.waits.until_end() as wait:
                 await in_place.serve(job)
             if wait.cancelled_caught:
                 await in_place.cut(job)

@@ -95,6 +95,7 @@ class Applications:
         """
         self.serving = Serving(keys=keys, limits=limits, recorder=recorder, clock=clock, trace_of=trace_of)
         self._pipeline = pipeline
+        self._background = background
         self._policy = policy
         self._keys = keys
         self._readiness = readiness
@@ -156,8 +157,8 @@ class Applications:
         """End all requests, because this process is shutting down: each caller is told."""
         self.serving.is_ending = True
         self._pipeline.end()
-        if self._chat_jobs is not None:
-            self._chat_jobs.end()
+        if self._background is not None:
+            self._background.waits.end()
 
     def asgi_app(self) -> ASGIApp:
         """Return the ASGI application for the public port."""

@@ -1,8 +1,9 @@
 """Jobs for their callers, where the store is a few answers. With a real one: tests/e2e/test_background.py."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -155,6 +156,46 @@ async def test_a_follower_waits_for_a_store_that_is_away(
     numbers = [one["sequence_number"] for one in told]
     expected = list(range(len(told))) if last != "error" else [*range(len(told) - 1), len(told) - 2]
     assert numbers == expected
+
+
+class Unchanged(Answered):
+    """A store in which nothing happens any more."""
+
+    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> bool:
+        await anyio.sleep_forever()
+        return False
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        pytest.param(Unchanged, id="quiet"),
+        pytest.param(partial(Intermittent, answers=9 * [False]), id="away"),
+    ],
+)
+@pytest.mark.parametrize("is_late", [False, True], ids=["waits", "comes-later"])
+async def test_a_follower_is_told_that_the_gateway_stops(store: Callable[..., Any], is_late: bool) -> None:
+    world = World()
+    facts = JobFacts({"id": "resp_1", "status": "queued"}, "0" * 32, 0, {}, {}).encoded()
+    job = Job(NewJob("resp_1", None, "m/c", b"{}", facts), JobStatus.QUEUED, position=1)
+    background = background_of(world, store(job))
+    told: list[Any] = []
+
+    async def follow() -> None:
+        told.extend([one async for batch in background.events(job, -1) for one in batch])
+
+    with anyio.fail_after(3):
+        async with anyio.create_task_group() as tasks:
+            if is_late:
+                background.waits.end()
+            tasks.start_soon(follow)
+            await anyio.wait_all_tasks_blocked()
+            background.waits.end()
+
+    *events, last = told
+    assert [one["type"] for one in events] == ["response.created", "response.queued"][: len(events)]
+    assert (last["type"], last["code"]) == ("error", "draining")
+    assert last["sequence_number"] == len(events) - 1
 
 
 @pytest.mark.parametrize(("is_placed", "got"), [(False, 1), (True, 3)])
