@@ -13,7 +13,7 @@
         BatchNotFound           404 invalid_request_error / batch_not_found
         JobNotFound             404 invalid_request_error / job_not_found
         JobEnded                409 invalid_request_error / job_ended
-      JobNotEnded             409 invalid_request_error / job_not_ended
+        JobNotEnded             409 invalid_request_error / job_not_ended
         JobNotFinished          409 invalid_request_error / completion_not_finished   + Retry-After
         JobCancelled            410 invalid_request_error / job_cancelled
         RequestTimeout          408 invalid_request_error / request_timeout
