@@ -14,13 +14,13 @@ file again after a crash yields the same ids.
 Pure: lines are arguments; the store performs the transitions.
 """
 
-import codecs
 import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from json.encoder import encode_basestring_ascii
 from typing import Any, NoReturn
 
 from gateway.core.value_limit import CONTAINERS_MAX, SMALL_BYTES, VALUES_MAX, is_crowded
@@ -467,22 +467,22 @@ def answered_line(line_id: str, custom_id: str, status: int, request_id: str, bo
     """
     response = {"status_code": status, "request_id": request_id, "body": None}
     frame = _result_line(line_id, custom_id, response, None)
-    escaped = body if body.isascii() else body.decode().encode("ascii", _JSON_ESCAPES)
+    escaped = body if body.isascii() else _NOT_ASCII.sub(_json_escaped, body.decode()).encode("ascii")
     before, _, after = frame.rpartition(b'"body":null')
     # JSON has line breaks only between its tokens.
     return b"".join((before, b'"body":', escaped.translate(_NO_BREAKS), after))
 
 
-def _json_escaped(error: UnicodeError) -> tuple[str, int]:
-    """Return JSON's escapes for the characters that are not ASCII; for `codecs.register_error`."""
-    assert isinstance(error, UnicodeEncodeError)
-    units = memoryview(error.object[error.start : error.end].encode("utf-16-be"))
-    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2)), error.end
+def _json_escaped(found: re.Match[str]) -> str:
+    """Return characters as in a string of JSON, those that are not ASCII as escapes."""
+    return encode_basestring_ascii(found[0])[1:-1]
 
 
-_JSON_ESCAPES = "gateway-json-escapes"
+_NOT_ASCII = re.compile(r'[^\x00-\x7f][^"\\\x00-\x1f]{0,4095}')
+"""The rest of a string from such a character on, as far as nothing in it is escaped; in pieces, because no
+other thread may run while one is escaped."""
+
 _NO_BREAKS = bytes.maketrans(b"\r\n", b"  ")
-codecs.register_error(_JSON_ESCAPES, _json_escaped)
 
 
 def unanswered_line(line_id: str, custom_id: str, code: str, message: str) -> bytes:

@@ -1,6 +1,7 @@
 """Batches: what is read of a file, what is wrong with one, how a batch goes on, and what it leaves."""
 
 import json
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -245,6 +246,7 @@ def test_the_line_of_an_answer() -> None:
     [
         pytest.param({"a": "b", "c": [1.5, None, True]}, id="ascii"),
         pytest.param({"ä": "é\u2028\U0001f600x日本\u0000\n"}, id="escaped"),
+        pytest.param({"a": ['\\é\t"é\x7f' + 9_000 * "é日", "\u2028" + 9_000 * "x"]}, id="long"),
         pytest.param({}, id="empty"),
     ],
 )
@@ -256,6 +258,22 @@ def test_the_line_of_an_answer_holds_its_body(name: str, body: dict[str, Any], i
     assert len(written.splitlines()) == 1
     assert json.loads(written)["response"]["body"] == body
     assert json.loads(written)["custom_id"] == name
+
+
+def test_a_text_of_another_script_is_escaped_in_few_steps() -> None:
+    body = json.dumps({"content": 2_000 * "Привет, мир! "}, ensure_ascii=False).encode()
+    steps = 0
+
+    def step(*_: Any) -> None:
+        nonlocal steps
+        steps += 1
+
+    sys.setprofile(step)
+    try:
+        answered_line("a", "a", 200, "a", body)
+    finally:
+        sys.setprofile(None)
+    assert steps < 1_000
 
 
 def test_the_line_of_a_failure() -> None:
