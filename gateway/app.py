@@ -512,19 +512,22 @@ class Gateway:
 
     async def _stop(self, tasks: TaskGroup) -> None:
         self.applications.serving.refuse()
-        if self.batch_runner is not None:
-            await self.batch_runner.stop()
-        if self.worker is not None:
-            await self.worker.stop()
-        await self.console.stop()
-        self.applications.end()
-        with anyio.move_on_after(TOLD_S):
-            await self.applications.serving.drain()
-        for listener in self._listeners:
-            listener.cut()
-        with anyio.move_on_after(STOP_S):
+        async with anyio.create_task_group() as jobs:  # which may wait for a store that does not answer
+            for part in (self.batch_runner, self.worker):
+                if part is not None:
+                    jobs.start_soon(part.stop)
+            await (
+                anyio.lowlevel.checkpoint()
+            )  # a job is returned, which is no failure, before its queue closes
+            await self.console.stop()
+            self.applications.end()
+            with anyio.move_on_after(TOLD_S):
+                await self.applications.serving.drain()
             for listener in self._listeners:
-                await listener.wait_ended()
+                listener.cut()
+            with anyio.move_on_after(STOP_S):
+                for listener in self._listeners:
+                    await listener.wait_ended()
         self.revocations.give_up()
         tasks.cancel_scope.cancel()
         await self.boxes.wait_ended()

@@ -112,6 +112,11 @@ class Attempt:
         """Whether the response to the caller has begun; after that, another backend cannot take over."""
         return self._is_answered
 
+    @property
+    def is_job(self) -> bool:
+        """Whether its request is a job, whose caller is the store."""
+        return self._context.incoming.request.is_job
+
     def give_up(self) -> None:
         """End the attempt, unless it was already answered, because its backend is lost."""
         if not self.is_answered:

@@ -293,11 +293,15 @@ class Pipeline:
         return self._prefixes.held(prefixes)
 
     def end(self) -> None:
-        """End all requests, because this process is shutting down: each caller is told, and may retry."""
+        """End all requests, because this process is shutting down: each caller is told, and may retry.
+
+        Jobs that run are left to their worker, which returns them: to be cut would be a failure of theirs.
+        """
         self._is_ending = True
         self.room.close()
         for attempt in tuple(chain.from_iterable(self._running.values())):
-            attempt.cut()
+            if not attempt.is_job:
+                attempt.cut()
 
     def abort_attempts(self, backend_id: str) -> None:
         """Abort all unanswered attempts on a backend, so that their requests are retried elsewhere.

@@ -848,6 +848,40 @@ async def test_whose_job_is_accepted_as_the_gateway_ends_is_told_so(
     assert answer.headers["x-gateway-job"].startswith("resp_")
 
 
+async def test_who_has_a_stream_is_told_of_the_end_while_a_silent_store_takes_no_jobs_back(
+    tmp_path: Path, store: RedisServer
+) -> None:
+    left: list[int] = []
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as http, anyio.create_task_group() as reading:
+        async with chat_site(tmp_path, store, speed=1.0) as one:
+            worker = one.gateway.worker
+            assert worker is not None
+            client = one.openai(api_key="a")
+            job = await client.chat.completions.with_raw_response.create(
+                **LONG, **THINKING, extra_body=FOREVER, extra_headers=ASYNC
+            )
+            await job_that_is(one, job.headers["x-gateway-job"], JobStatus.IN_PROGRESS)
+            url, begun, answers = f"{one.url}/v1/chat/completions", anyio.Event(), []
+
+            async def ask() -> None:
+                body = {**LONG, **FOREVER, "stream": True}
+                async with http.stream(
+                    "POST", url, json=body, headers={"authorization": "Bearer a"}
+                ) as answer:
+                    async for line in answer.aiter_lines():
+                        begun.set()
+                        answers.append(line)
+                left.append(worker.running)
+                store.resume()
+
+            reading.start_soon(ask)
+            await begun.wait()
+            store.stall()
+
+    assert any("shutting down" in line for line in answers)
+    assert left == [1]
+
+
 CONFIG = """
 models:
   gemma-4:

@@ -615,6 +615,21 @@ async def test_who_waits_after_a_failure_is_told_that_the_gateway_stops(world: W
         await world.ledger.release(slot)
 
 
+async def test_a_job_is_left_to_its_worker_at_the_end_of_the_gateway(world: World) -> None:
+    gate = anyio.Event()
+    world.answers(light_0=Script([ROLE + HELLO, gate, STOP, DONE]))
+    caller = Caller()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(is_job=True), caller)
+        await anyio.wait_all_tasks_blocked()
+        world.pipeline.end()
+        await anyio.wait_all_tasks_blocked()
+        gate.set()
+
+    assert caller.body == public(ROLE + HELLO + STOP) + DONE
+
+
 async def test_a_stream_that_the_end_of_the_gateway_cuts_ends_with_an_error(world: World) -> None:
     world.answers(light_0=Script([ROLE + HELLO, anyio.Event()]))
     caller = Caller()
