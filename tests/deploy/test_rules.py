@@ -271,7 +271,7 @@ CASES = [
         "GatewayJobsStoreAway",
         {'gateway_jobs_store_away{instance="a"}': "0x5 1x20"},
         10,
-        "the job store does not answer: no jobs are accepted or run",
+        "the job store does not answer, or refuses to write: no jobs are accepted",
     ),
     Case("GatewayJobsDrained", {'gateway_jobs_drained{instance="a"}': "1x300"}, 200),
     Case(
