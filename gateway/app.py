@@ -516,9 +516,7 @@ class Gateway:
             for part in (self.batch_runner, self.worker):
                 if part is not None:
                     jobs.start_soon(part.stop)
-            await (
-                anyio.lowlevel.checkpoint()
-            )  # a job is returned, which is no failure, before its queue closes
+            await anyio.lowlevel.checkpoint()  # they return jobs, which is no failure, before the room closes
             await self.console.stop()
             self.applications.end()
             with anyio.move_on_after(TOLD_S):

@@ -52,7 +52,7 @@ class ChatJobs:
         keys: KeyRing,
         clock: Clock,
         refused: Callable[[Arrival, GatewayError, str | None], None],
-        is_stopping: Callable[[], bool],
+        is_ending: Callable[[], bool],
     ) -> None:
         """Submit jobs to `background`, and pass everything else to `pipeline`.
 
@@ -62,7 +62,7 @@ class ChatJobs:
             keys: The API keys.
             clock: Source of times.
             refused: Records a request that ended before it became a job.
-            is_stopping: Whether this process is shutting down: then a cancelled request does not mean that
+            is_ending: Whether this process cuts off its callers: then a cancelled request does not mean that
                 its caller has left.
         """
         self._background = background
@@ -70,7 +70,7 @@ class ChatJobs:
         self._keys = keys
         self._clock = clock
         self._refused = refused
-        self._is_stopping = is_stopping
+        self._is_ending = is_ending
         self.waiting = 0  # callers being served synchronously
 
     @staticmethod
@@ -230,7 +230,7 @@ class ChatJobs:
             if wait.cancelled_caught:
                 await in_place.cut(job)
         except (anyio.get_cancelled_exc_class(), CallerStalled, OSError):
-            if not self._is_stopping():
+            if not self._is_ending():
                 await in_place.left(job)
             raise
         finally:

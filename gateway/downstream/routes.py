@@ -138,7 +138,7 @@ class Applications:
                 keys=keys,
                 clock=clock,
                 refused=self.serving.refused,
-                is_stopping=lambda: self.serving.is_draining,
+                is_ending=lambda: self.serving.is_ending,
             )
         relayed = Relayed(Endpoint.COMPLETIONS, pipeline, readers, rules)
         self._completions: Read = partial(self._idempotency.read, read=relayed.read)

@@ -5,6 +5,7 @@ import re
 import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -880,6 +881,24 @@ async def test_who_has_a_stream_is_told_of_the_end_while_a_silent_store_takes_no
 
     assert any("shutting down" in line for line in answers)
     assert left == [1]
+
+
+async def test_who_leaves_a_gateway_that_drains_has_left(tmp_path: Path, store: RedisServer) -> None:
+    async with chat_site(tmp_path, store, jobs={"running_max": 1}) as one, occupied(one):
+        async with (
+            httpx.AsyncClient(timeout=60, trust_env=False) as client,
+            anyio.create_task_group() as asking,
+        ):
+            body, headers = {**ASK, **THINKING}, {"authorization": "Bearer a"}
+            asking.start_soon(
+                partial(client.post, f"{one.url}/v1/chat/completions", json=body, headers=headers)
+            )
+            await one.eventually(lambda: len(one.gateway.journal.recent()) == 2)
+            await one.eventually(lambda: one.gateway.applications.waiting_in_place == 1)
+            job, _ = await jobs_of(one)
+            one.gateway.applications.serving.refuse()
+            asking.cancel_scope.cancel()
+        assert (await ended(one, job.id)).status is JobStatus.CANCELLED
 
 
 CONFIG = """
