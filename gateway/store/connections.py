@@ -64,8 +64,8 @@ class Connections:
         Args:
             url: `redis://`, `rediss://` or `unix://`.
             name: Name shown in the server's client list.
-            command_s: Timeout of a command, including connecting; and the maximum time it may wait for a
-                free connection before.
+            command_s: Timeout of a command, including connecting. Before that it waits for a free connection
+                as long as the server replies to others: that long without a reply is too long.
             connections_max: Maximum concurrent commands, each on its own connection.
             decodes: Whether replies are decoded as text.
 
@@ -75,6 +75,7 @@ class Connections:
         self._command_s = command_s
         self._turns = asyncio.Semaphore(connections_max)
         self._failures = 0
+        self._replies = 0
         settings: dict[str, Any] = {
             "protocol": 2,  # supported by every version and every proxy
             "retry": Retry(NoBackoff(), 0),
@@ -139,15 +140,16 @@ class Connections:
     async def bounded(self, command: Callable[[], Awaitable[Any]]) -> Any:
         """Run a command until it completes or times out, even if the calling task is cancelled.
 
-        Waiting for a connection has a separate timeout, of the same length: a burst of requests must not look
-        like an unreachable store. Once a command has got no answer, those queued behind it fail at once.
+        Waiting for a connection has a separate timeout, of the same length. It begins anew with every reply
+        of the server: a burst of requests must not look like an unreachable store. Once a command has got no
+        answer, those queued behind it fail at once.
 
         Raises:
             StoreAway: the outcome of the command is unknown.
         """
         failures = self._failures
         try:
-            async with patience(self._command_s):
+            async with patience(self._command_s, lambda: self._replies):
                 await self._turns.acquire()
             try:
                 if failures != self._failures:
@@ -156,7 +158,9 @@ class Connections:
                 # anyio's cancels every await, including those by which redis-py returns its connection.
                 with anyio.CancelScope(shield=True):
                     async with patience(self._command_s):
-                        return await command()
+                        reply = await command()
+                self._replies += 1
+                return reply
             finally:
                 self._turns.release()
         except TimeoutError as error:
@@ -165,8 +169,10 @@ class Connections:
         except UNREACHABLE as error:
             if not isinstance(error, ResponseError):
                 self._failures += 1
-            elif not _is_full(error):
-                await self._pool.drop_idle()
+            else:
+                self._replies += 1
+                if not _is_full(error):
+                    await self._pool.drop_idle()
             raise StoreAway(f"{type(error).__name__}: {error}") from error
 
     async def answer(self, store: str, command: Callable[[], Awaitable[Any]]) -> Any:
@@ -215,8 +221,10 @@ def milliseconds(seconds: float) -> int:
 
 
 @asynccontextmanager
-async def patience(seconds: float) -> AsyncIterator[None]:
+async def patience(seconds: float, progress: Callable[[], int] = int) -> AsyncIterator[None]:
     """Apply a timeout to a block, with an allowance for stalls of this process.
+
+    The timeout begins anew whenever the value of `progress` has changed.
 
     A process that is starting or short of CPU stalls repeatedly, and sees each reply only after a stall. So
     the time is counted in `LOOKS` parts, and a part whose end was noticed late counts as `LATE_PART`.
@@ -225,7 +233,7 @@ async def patience(seconds: float) -> AsyncIterator[None]:
         TimeoutError: the time is over.
     """
     async with asyncio.timeout(None) as limit:
-        looks = _Looks(limit, max(seconds, 0.0) / LOOKS)
+        looks = _Looks(limit, max(seconds, 0.0) / LOOKS, progress)
         try:
             yield
         finally:
@@ -238,9 +246,10 @@ class _Looks:
     Not functions of each other: such a cycle per command would wait for the garbage collector.
     """
 
-    def __init__(self, limit: asyncio.Timeout, part_s: float) -> None:
+    def __init__(self, limit: asyncio.Timeout, part_s: float, progress: Callable[[], int]) -> None:
         self._limit = limit
         self._part_s = part_s
+        self._progress, self._seen = progress, progress()
         self._left = float(LOOKS)
         self._loop = asyncio.get_running_loop()
         self._wait(self._loop.time())
@@ -251,6 +260,8 @@ class _Looks:
 
     def _look(self) -> None:
         now = self._loop.time()
+        if (seen := self._progress()) != self._seen:
+            self._seen, self._left = seen, float(LOOKS)
         self._left -= LATE_PART if now - self._due >= self._part_s > 0 else 1.0
         if self._left > 0:
             self._wait(now)

@@ -122,6 +122,33 @@ def test_a_process_that_stands_still_again_and_again_reaches_its_server_all_the_
         anyio.run(main, server.url, backend_options={"use_uvloop": use_uvloop})
 
 
+async def test_a_burst_of_commands_waits_for_as_long_as_the_server_replies(tmp_path: Path) -> None:
+    with own_server("valkey-9", tmp_path) as server:
+        connections = Connections(server.url, name="test", command_s=1.0, connections_max=1)
+
+        async def far() -> Any:
+            await anyio.sleep(0.3)  # as long as a distant server takes
+            return await connections.redis.ping()
+
+        assert all(await asyncio.gather(*(connections.bounded(far) for _ in range(6))))
+        await connections.aclose()
+
+
+async def test_a_burst_of_commands_does_not_wait_for_a_server_that_has_ceased_to_reply(
+    tmp_path: Path,
+) -> None:
+    with own_server("valkey-9", tmp_path) as server:
+        connections = Connections(server.url, name="test", command_s=COMMAND_S, connections_max=1)
+        await connections.bounded(connections.redis.ping)
+        server.stall()
+        found = await asyncio.gather(
+            *(connections.bounded(connections.redis.ping) for _ in range(50)), return_exceptions=True
+        )
+        assert all(isinstance(error, StoreAway) for error in found)
+        server.kill()
+        await connections.aclose()
+
+
 def stand_still(seconds: float) -> None:
     """Keep the event loop from everything, as a process does that is given no processor."""
     time.sleep(seconds)
