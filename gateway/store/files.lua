@@ -13,7 +13,7 @@
 local PIECE = 1048576
 local FILE_COSTS = 1024
 local OPEN_MS = 600000
-local FORGOTTEN_MAX = 4 -- files per script: each may have hundreds of pieces
+local FORGOTTEN_MAX, UNLINKED_MAX = 100, 800 -- files and pieces per script; a file may have hundreds
 local FILE_SHOWN = {'owner', 'filename', 'purpose', 'bytes', 'created', 'expires'}
 
 local function spend(owner, bytes)
@@ -59,27 +59,33 @@ local function show_file(id)
     return {id, unpack(file, 2)}
 end
 
+-- Deletes a file. Returns how many pieces it had.
 local function forget_file(id)
     local file = redis.call('HMGET', key('file', id), 'owner', 'bytes')
+    local last = math.floor((file[2] or 0) / PIECE)
     redis.call('ZREM', key('files_expiring'), id)
     if file[1] then
-        for n = 0, math.floor(file[2] / PIECE) do
+        for n = 0, last do
             redis.call('UNLINK', key('piece', id, n))
         end
         redis.call('ZREM', key('files', file[1]), id)
         redis.call('DEL', key('file', id))
         spend(file[1], -file[2] - FILE_COSTS)
     end
+    return last + 1
 end
 
 -- Deletes expired files that are not being read.
 local function sweep_files()
     local due = redis.call('ZRANGEBYSCORE', key('files_expiring'), '-inf', now, 'LIMIT', 0, FORGOTTEN_MAX)
+    local unlinked = 0
     for _, id in ipairs(due) do
-        if tonumber(redis.call('HGET', key('file', id), 'uses') or 0) > 0 then
+        if unlinked >= UNLINKED_MAX then
+            break
+        elseif tonumber(redis.call('HGET', key('file', id), 'uses') or 0) > 0 then
             redis.call('ZADD', key('files_expiring'), now + OPEN_MS, id)
         else
-            forget_file(id)
+            unlinked = unlinked + forget_file(id)
         end
     end
 end

@@ -56,6 +56,17 @@ async def test_what_is_repeated_changes_nothing(files: BatchWorld) -> None:
     assert await files.used() == 0
 
 
+async def test_many_small_files_that_expire_together_are_forgotten_together(files: BatchWorld) -> None:
+    small = [NewFile(f"small-{number}", "alice", "in.jsonl") for number in range(50)]
+    for one in small:
+        await files.files.write(one, 0, b"abc", BYTES_MAX)
+        await files.files.close(one, 3600)
+    for one in small:
+        await files.expire_file(one.id)
+    await files.files.write(NewFile("file-2", "bob", "in.jsonl"), 0, b"abc", BYTES_MAX)
+    assert await files.used() == 0
+
+
 async def test_an_upload_that_was_lost_is_not_taken_for_whole(files: BatchWorld) -> None:
     await files.files.write(FILE, 0, b"abc", BYTES_MAX)
     await files.expire_file("file-1")
