@@ -39,7 +39,7 @@ local PRIORITIES = {'high', 'normal', 'batch'}
 local RANK = {high = 0, normal = 1, batch = 2}
 local SPAN = 2 ^ 50 -- order numbers per priority; the first half is for jobs that were claimed before
 local SWEEP_MS = math.min(1000, LOST / 5)
-local SWEPT_MAX = 200 -- maximum per kind and sweep; the rest follows in the next one
+local SWEPT_MAX = 200 -- maximum per kind and sweep; the rest follows in the next script
 local BUCKET_MS, LATELY_MS = 10000, 300000 -- for counting ends
 local SERVING_MS = 600000 -- expiry of an announcement
 local REVOKED_MS = 600000 -- how long a submission may be on its way
@@ -407,7 +407,7 @@ local function set_back()
     end
 end
 
--- Performs everything that is due. Any script may run it, at most once in SWEEP_MS.
+-- Performs everything that is due. Any script may run it, at most once in SWEEP_MS unless something is left over.
 local function sweep()
     local clock = redis.call('HMGET', key('clock'), 'heard', 'since', 'swept')
     local heard, since, swept = tonumber(clock[1] or 0), tonumber(clock[2] or 0), tonumber(clock[3] or 0)
@@ -422,11 +422,16 @@ local function sweep()
     if not is_due then
         return
     end
-    for _, ended in ipairs(redis.call('ZRANGEBYSCORE', key('ended'), '-inf', now, 'LIMIT', 0, SWEPT_MAX)) do
+    local due = redis.call('ZRANGEBYSCORE', key('ended'), '-inf', now, 'LIMIT', 0, SWEPT_MAX)
+    local late = redis.call('ZRANGEBYSCORE', key('expiring'), '-inf', now, 'LIMIT', 0, SWEPT_MAX)
+    if #due == SWEPT_MAX or #late == SWEPT_MAX then
+        redis.call('HSET', key('clock'), 'swept', 0) -- the next script goes on
+    end
+    for _, ended in ipairs(due) do
         forget(string.match(ended, '^(%S+) (%d+) (.*)$'))
         redis.call('ZREM', key('ended'), ended)
     end
-    for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('expiring'), '-inf', now, 'LIMIT', 0, SWEPT_MAX)) do
+    for _, id in ipairs(late) do
         local job = load(id)
         if job then
             stop(job)

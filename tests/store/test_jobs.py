@@ -575,6 +575,21 @@ async def test_bytes_are_given_back_though_the_job_has_expired_before_the_sweep(
     assert await world.quota() == (0, 0)
 
 
+async def test_what_a_sweep_leaves_over_is_swept_by_the_next_command(
+    world: JobWorld, jobs: RedisJobs
+) -> None:
+    ended, expired = ([f"{kind}-{number}" for number in range(201)] for kind in ("ended", "expired"))
+    await world.submit(jobs, *ended, *expired, expires_s=1000.0)
+    for id in ended:
+        await jobs.cancel(id)
+    await world.keep_is_over(*ended)
+    await world.expire(*expired)
+    await jobs.beat("w", [])
+    assert await world.quota() == (1, 202 * SIZE)
+    await jobs.beat("w", [])
+    assert await world.quota() == (0, 201 * SIZE)
+
+
 # ------------------------------------------------------------------ waiting
 
 
