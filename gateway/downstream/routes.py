@@ -60,7 +60,7 @@ from gateway.threads import beside
 log = logging.getLogger("gateway.downstream")
 
 LISTED_MAX = 200
-"""Maximum number of requests shown: as many as are kept (telemetry/journal.py)."""
+"""Maximum number of requests that may be asked for."""
 
 _NO_EMBEDDINGS = "This gateway serves Gemma 4 for text generation; it has no embeddings."
 _NO_BATCHES = "This gateway has no files and no batches: there are no `jobs` in its configuration."
@@ -287,7 +287,7 @@ class Operators:
                 known = ", ".join(sorted((*self._views, "jobs")))
                 raise RouteNotFound(f"There is nothing at /admin/{view[:100]}. Known views: {known}.")
             shown = self._views[view]()
-            if isinstance(shown, tuple):
+            if isinstance(shown, tuple) and "limit" in request.query_params:
                 shown = shown[: limit_of(request.query_params, LISTED_MAX, LISTED_MAX)]
             # In a thread, because rankings of hundreds of decisions may have to be computed now.
             body = await anyio.to_thread.run_sync(indented, shown)

@@ -370,12 +370,11 @@ class BoxController:
             case Task.INSPECT:
                 found = [member for member in kept.backends if await self._switch.is_resident(member)]
                 report: Event = Inspected(order.number, frozenset(found))
-            case Task.STOP:
-                report = TaskEnded(order.number, await self._switch.stop(name, fence))
-                self._warn(kept, order, report.failure)
-            case Task.START:
-                report = TaskEnded(order.number, await self._switch.start(name, fence))
-                self._warn(kept, order, report.failure)
+            case Task.STOP | Task.START:
+                command = self._switch.stop if order.task is Task.STOP else self._switch.start
+                report = TaskEnded(order.number, await command(name, fence))
+                if report.failure:
+                    self._warn(kept, order, report.failure)
             case Task.CHECK:
                 report = TaskEnded(order.number, await self._switch.ask(name))
                 if not report.failure:  # queued requests must find the model known to the health checks
@@ -386,9 +385,7 @@ class BoxController:
         kept.wake.set()
 
     def _warn(self, kept: _Kept, order: Order, failure: str) -> None:
-        """Log that a command has failed, if it has. After the last try, the new state is logged, too."""
-        if not failure:
-            return
+        """Log that a command has failed. After the last try, the new state is logged, too."""
         task, tries = order.task.value, kept.box.tries
         log.warning(
             "box %s: cannot %s %s (try %d of %d): %s",

@@ -52,6 +52,16 @@ _FOLDER = resources.files("gateway.store")
 class StoreAway(Exception):
     """Redis did not reply in time, or refused. The command may or may not have been executed."""
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether it has replied: it is full, a replica, or lacks a right."""
+        return isinstance(self.__cause__, ResponseError)
+
+    @property
+    def manner(self) -> str:
+        """What the store does, for callers."""
+        return "refuses this" if self.is_refusal else "does not answer"
+
 
 class Connections:
     """Connections for commands, and connections that subscribe to channels."""
@@ -184,8 +194,7 @@ class Connections:
         try:
             return await self.bounded(command)
         except StoreAway as error:
-            manner = "refuses this" if isinstance(error.__cause__, ResponseError) else "does not answer"
-            message = f"The {store} store {manner}. Please retry."
+            message = f"The {store} store {error.manner}. Please retry."
             raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
 
     async def close(self, channel: PubSub) -> None:

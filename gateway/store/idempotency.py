@@ -150,7 +150,7 @@ class RedisIdempotency:
                     extra=about("store_away", store="idempotency"),
                 )
             self._is_away = True
-            message = "The store for idempotency keys does not answer. Please retry, or send no key."
+            message = f"The store for idempotency keys {error.manner}. Please retry, or send no key."
             raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
         if self._is_away:
             log.warning(

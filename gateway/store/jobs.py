@@ -16,7 +16,7 @@ from typing import Any
 
 import anyio
 from redis.asyncio.client import PubSub
-from redis.exceptions import NoPermissionError, ResponseError
+from redis.exceptions import NoPermissionError
 
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import (
@@ -472,8 +472,8 @@ class RedisJobs:
             reply = await self._connections.answer("job", command)
         except StoreUnavailable as error:
             reason = error.__cause__
-            is_refusal = reason is not None and isinstance(reason.__cause__, ResponseError)
-            self._failed(name if is_refusal else "", reason)
+            assert isinstance(reason, StoreAway)
+            self._failed(name if reason.is_refusal else "", reason)
             raise
         if self._refused:
             self._succeeded(name)
@@ -484,7 +484,7 @@ class RedisJobs:
         """See `ports.JobStore.is_refusing`."""
         return any(self._refused)
 
-    def _failed(self, name: str, reason: BaseException | None) -> None:
+    def _failed(self, name: str, reason: StoreAway) -> None:
         """Log the beginning of an outage. `name`: the command that was refused; "": there was no answer."""
         if not self._refused or (not name and "" not in self._refused):
             log.error("the job store is unavailable: %s", reason, extra=about("store_away", store="jobs"))

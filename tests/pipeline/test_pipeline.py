@@ -1,7 +1,7 @@
 """One request through the pipeline, with scripted backends. Every test ends with nothing in flight."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,6 +51,7 @@ from gateway.core.values import (
     Policy,
     Pool,
     Prompt,
+    Request,
     Timeouts,
     TrafficClass,
     Turn,
@@ -553,22 +554,30 @@ async def test_a_stream_already_answered_is_not_abandoned(world: World) -> None:
 # ---------------------------------------------------------------- the end of the process
 
 
-@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-async def test_who_has_no_answer_yet_is_told_that_the_gateway_stops(world: World, stream: bool) -> None:
-    world.answers(light_0=Script([anyio.Event()]), light_1=GOOD)
-    told: list[str] = []
+async def told_after(world: World, request: Request, happens: Callable[[], None]) -> GatewayError:
+    """Run a request, let something happen while it waits, and return the error that it is told then."""
+    told: list[GatewayError] = []
 
     async def ask() -> None:
-        with pytest.raises(Draining) as caught:
-            await world.run(world.request(stream=stream))
-        told.append(caught.value.code)
+        with pytest.raises(GatewayError) as caught:
+            await world.run(request)
+        told.append(caught.value)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ask)
         await anyio.wait_all_tasks_blocked()
-        world.pipeline.end()
+        assert not told
+        happens()
+    return told[0]
 
-    assert told == ["draining"]
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_who_has_no_answer_yet_is_told_that_the_gateway_stops(world: World, stream: bool) -> None:
+    world.answers(light_0=Script([anyio.Event()]), light_1=GOOD)
+
+    told = await told_after(world, world.request(stream=stream), world.pipeline.end)
+
+    assert (type(told), told.code) == (Draining, "draining")
     assert [target.backend.id for target in world.upstream.targets] == ["light-0"]
     assert world.fleet.reports == [("light-0", Outcome.CANCELLED)]
     assert world.notes.requests[0].ending is Ending.FAILED
@@ -578,19 +587,10 @@ async def test_who_has_no_answer_yet_is_told_that_the_gateway_stops(world: World
 
 async def test_who_waits_is_told_that_the_gateway_stops(world: World) -> None:
     held = [slot for name in world.policy.backends for slot in await fill(world, name)]
-    told: list[str] = []
 
-    async def ask() -> None:
-        with pytest.raises(Draining) as caught:
-            await world.run(world.request())
-        told.append(caught.value.code)
+    told = await told_after(world, world.request(), world.pipeline.end)
 
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ask)
-        await anyio.wait_all_tasks_blocked()
-        world.pipeline.end()
-
-    assert told == ["draining"]
+    assert (type(told), told.code) == (Draining, "draining")
     for slot in held:
         await world.ledger.release(slot)
 
@@ -598,19 +598,10 @@ async def test_who_waits_is_told_that_the_gateway_stops(world: World) -> None:
 async def test_who_waits_after_a_failure_is_told_that_the_gateway_stops(world: World) -> None:
     held = [slot for name in ("light-1", "push") for slot in await fill(world, name)]
     world.answers(light_0=Script(opening=UpstreamUnreachable("It cannot be reached.")))
-    told: list[str] = []
 
-    async def ask() -> None:
-        with pytest.raises(GatewayError) as caught:
-            await world.run(world.request())
-        told.append(caught.value.code)
+    told = await told_after(world, world.request(), world.pipeline.end)
 
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ask)
-        await anyio.wait_all_tasks_blocked()
-        world.pipeline.end()
-
-    assert told == ["draining"]
+    assert (type(told), told.code) == (Draining, "draining")
     for slot in held:
         await world.ledger.release(slot)
 
@@ -794,20 +785,12 @@ async def test_a_full_pool_spills_to_the_next(world: World) -> None:
 
 async def refused_in_the_end(world: World) -> GatewayError:
     """Run a request that has to wait, let its patience run out, and return what it was told."""
-    told: list[GatewayError] = []
 
-    async def ask() -> None:
-        with pytest.raises(GatewayError) as caught:
-            await world.run(world.request())
-        told.append(caught.value)
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ask)
-        await anyio.wait_all_tasks_blocked()
-        assert not told
+    def lose_patience() -> None:
         world.clock.time += 2.0
         world.pipeline.room.look()
-    return told[0]
+
+    return await told_after(world, world.request(), lose_patience)
 
 
 async def test_a_full_fleet_is_429_when_its_patience_has_run_out(world: World) -> None:

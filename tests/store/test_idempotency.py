@@ -2,11 +2,13 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import anyio
 import pytest
-from support.redis_server import RedisServer, legs
+from redis.asyncio import Redis
+from support.redis_server import RedisServer, legs, own_server
 from support.world import StillClock
 
 from gateway.clock import SystemClock
@@ -273,6 +275,17 @@ async def test_a_server_that_forgot_everything_is_told_again(store: Any, on_serv
 
     assert await on_server.renew(ONE, LEASE_S)
     assert await begun(on_server, AGAIN) is KeyState.RUNNING
+
+
+async def test_a_server_that_is_full_is_not_said_to_be_silent(tmp_path: Path) -> None:
+    with own_server("valkey-9", tmp_path) as server:
+        idempotency = RedisIdempotency(server.url, prefix="gw", bytes_max=BYTES_MAX, command_s=10.0)
+        redis = Redis.from_url(server.url)
+        await redis.config_set("maxmemory", 1)
+        with pytest.raises(StoreUnavailable, match="The store for idempotency keys refuses this"):
+            await begun(idempotency, ONE)
+        await redis.aclose()
+        await idempotency.aclose()
 
 
 async def test_a_server_that_does_not_answer_is_said_to_be_away(stoppable: RedisServer) -> None:
