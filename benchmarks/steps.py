@@ -3,6 +3,7 @@
     python -m benchmarks.steps                   a tree of functions, with what each takes per request
     python -m benchmarks.steps --streamed        streams of 200 chunks instead of one answer
     python -m benchmarks.steps --headers 16      with that many more headers, as SDKs send them
+    python -m benchmarks.steps --most 10500      with status 1 if a request takes more bytecodes than that
 
 The figures are the same on every machine and in every run, whatever else runs there, so they show what a
 change to the hot path does where microseconds do not. What is measured is the gateway of benchmarks/overhead,
@@ -193,8 +194,8 @@ def count(options: argparse.Namespace, folder: Path) -> "tuple[Counter[Path_], C
 
 def lines_of(
     bytecodes: "Counter[Path_]", calls: "Counter[Path_]", requests: int, least: float
-) -> "list[str]":
-    """Return the tree of functions that take at least `least` bytecodes per request, and the sum."""
+) -> "tuple[list[str], float]":
+    """Return the tree of functions that take at least `least` bytecodes per request, and the sum of all."""
     often: set[Path_] = set()
     for path in sorted(calls, key=len):  # callers before those they call
         if calls[path] >= RARE * requests or path[:-1] in often:
@@ -211,7 +212,7 @@ def lines_of(
     total = sum(bytecodes[path] for path in often) / requests
     called = sum(calls[path] for path in often) / requests
     lines.append(f"{total:,.0f} bytecodes in {called:,.0f} calls per request")
-    return lines
+    return lines, total
 
 
 def parsed() -> argparse.Namespace:
@@ -226,6 +227,7 @@ def parsed() -> argparse.Namespace:
         "--rounds", type=int, help="requests that are counted, per connection: 100, or 2 streams"
     )
     parser.add_argument("--least", type=float, default=20, help="bytecodes of a function that is shown")
+    parser.add_argument("--most", type=float, metavar="N", help="bytecodes per request that are allowed")
     parser.add_argument("--vocab", type=Path, metavar="FILE", help="a tokenizer.json, or a rank file of one")
     options = parser.parse_args()
     options.connections = options.connections or (STREAMS if options.streamed else 1)
@@ -242,9 +244,14 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="steps-"))
     try:
         bytecodes, calls = count(options, folder)
-        print(*lines_of(bytecodes, calls, options.rounds * options.connections, options.least), sep="\n")
+        lines, total = lines_of(bytecodes, calls, options.rounds * options.connections, options.least)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    print(*lines, sep="\n")
+    if options.most is not None and total > options.most:
+        raise SystemExit(
+            f"error: {total:,.0f} bytecodes per request; at most {options.most:,.0f} are allowed"
+        )
 
 
 if __name__ == "__main__":

@@ -179,13 +179,13 @@ def test_the_table_has_what_was_measured_and_no_more() -> None:
     [
         ({}, []),
         (
-            {"short": result(0.316)},
+            {"short": result(0.451)},
             [
-                "A short request costs the gateway 316 us of CPU, 21.07 times nginx's 15.0 us; "
-                "at most 21 times is allowed."
+                "A short request costs the gateway 451 us of CPU, 30.07 times nginx's 15.0 us; "
+                "at most 30 times is allowed."
             ],
         ),
-        ({"short": result(0.314)}, []),
+        ({"short": result(0.449)}, []),
         (
             {"streams-256": streams(1.12, 256, 1.0, 1.0)},
             [
@@ -194,10 +194,10 @@ def test_the_table_has_what_was_measured_and_no_more() -> None:
             ],
         ),
         (
-            {"large": large(5.2)},
+            {"large": large(5.6)},
             [
-                "A request of 1 MB beyond its token count costs the gateway 21,000 us of CPU, 21.00 times "
-                "nginx's 1,000 us; at most 20 times is allowed."
+                "A request of 1 MB beyond its token count costs the gateway 25,000 us of CPU, 25.00 times "
+                "nginx's 1,000 us; at most 24 times is allowed."
             ],
         ),
         (

@@ -53,11 +53,14 @@ def test_what_is_rare_is_left_out_of_the_tree_and_of_the_sum(monkeypatch: pytest
         {("a",): 100, ("a", "b"): 50, ("a", "batch"): 30, ("probe",): 500, ("probe", "c"): 40}
     )
     calls = Counter({("a",): 10, ("a", "b"): 20, ("a", "batch"): 1, ("probe",): 1, ("probe", "c"): 10})
-    assert lines_of(bytecodes, calls, requests=10, least=1) == [
-        "with inner    itself   calls",
-        "        18        10     1.0    a",
-        "         5         5     2.0      b",
-        "         3         3     0.1      batch",
-        "         4         4     1.0      c",
-        "22 bytecodes in 4 calls per request",
-    ]
+    assert lines_of(bytecodes, calls, requests=10, least=1) == (
+        [
+            "with inner    itself   calls",
+            "        18        10     1.0    a",
+            "         5         5     2.0      b",
+            "         3         3     0.1      batch",
+            "         4         4     1.0      c",
+            "22 bytecodes in 4 calls per request",
+        ],
+        22,
+    )

@@ -10,15 +10,16 @@ GATEWAY, NGINX, VLLM_ROUTER, DIRECT = "gateway", "nginx", "vllm-router", "direct
 DELIVERED_MIN = 0.98
 
 GATE: Mapping[str, tuple[str, float]] = {
-    "short": ("a short request", 21.0),
+    "short": ("a short request", 30.0),
     "streams-256": ("a streamed chunk", 2.4),
-    "large": ("a request of 1 MB beyond its token count", 20.0),
+    "large": ("a request of 1 MB beyond its token count", 24.0),
 }
 """How many times nginx's CPU in the same run a unit of work may cost before `--gate` fails.
 
-A third above what was measured last (docs/performance.md), and for a document, which neighbours disturb most,
-above what was measured on a busy machine: room for those, and none for a step that is put back into the hot
-path. A gate at the goals, which are not reached, would fail whatever is changed. It moves with the figures.
+A third above what was measured on the processor on which the ratio is highest (docs/performance.md): the same
+code costs 12 times nginx's CPU per short request on one, 23 on another. Smaller steps backwards are for
+`benchmarks.steps --most`, which counts the same on every machine. A gate at the goals, which are not reached,
+would fail whatever is changed. It moves with the figures.
 """
 
 
