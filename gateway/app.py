@@ -55,12 +55,11 @@ from gateway.pipeline.box_controller import BoxController
 from gateway.ports import Recorder
 from gateway.reload import Reload, Reloader
 from gateway.settings import Settings
-from gateway.store.boards import RedisBoard
 from gateway.store.embedded import embedded_url
-from gateway.store.fallback import FallbackLedger, Mode
 from gateway.store.keeper import keep_store
+from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
-from gateway.store.redis import process_name
+from gateway.store.process_name import process_name
 from gateway.telemetry import logs
 from gateway.telemetry.journal import Journal
 from gateway.telemetry.logs import RequestLog
@@ -129,7 +128,7 @@ class Gateway:
         self.policy = settings.policy()
         self.name = process_name()
         self.ledger = parts.ledger(settings, self.name)
-        self._store = self.ledger if isinstance(self.ledger, FallbackLedger) else None
+        self._store = None if isinstance(self.ledger, MemoryLedger) else self.ledger
         self.journal = Journal()
         backends = self.policy.backends
         secrets = parts.backend_keys(settings, environ)
@@ -187,7 +186,7 @@ class Gateway:
             boxes=self.boxes.snapshots,
             dropped_lines=logs.dropped_lines,
             replicas=lambda: self._store.replicas if self._store else 1,
-            store_modes=lambda: {mode: mode is self._store.mode for mode in Mode} if self._store else {},
+            store_modes=lambda: self._store.modes() if self._store else {},
         )
         self.metrics.boxes_known({name: box.backends for name, box in settings.boxes.items()})
         self.metrics.config_in_force(self.policy.version, self.clock.wall())
@@ -529,8 +528,7 @@ class Gateway:
         self.revocations.give_up()
         tasks.cancel_scope.cancel()
         await self.boxes.wait_ended()
-        if isinstance(self.board, RedisBoard):
-            await self.board.aclose()
+        await self.board.aclose()
         await self.upstream.aclose()
         if self._store is not None:
             await self._store.aclose()

@@ -62,6 +62,7 @@ class Commands(click.RichGroup):
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="gemma-gateway", message="%(prog)s %(version)s")
 def main() -> None:
     """One OpenAI-compatible URL in front of a fleet of Gemma 4 servers.
 

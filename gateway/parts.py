@@ -1,4 +1,8 @@
-"""Factories for the parts of a gateway, from the sections of the configuration. Files are read here, once."""
+"""Factories for the parts of a gateway, from the sections of the configuration. Files are read here, once.
+
+What only some gateways use, such as the store's client, is imported when it is built: a gateway without a
+store takes 13 MB less.
+"""
 
 import logging
 import ssl
@@ -30,20 +34,11 @@ from gateway.events import about
 from gateway.jobs import BatchRules, BatchRunner, QueueWatch, Revocations, Worker, WorkerRules
 from gateway.pipeline import Pipeline
 from gateway.pipeline.box_controller import JOBS_SETTLE_S, SETTLE_S
-from gateway.ports import Arrival, Recorder
+from gateway.ports import Arrival, IdempotencyStore, Recorder
 from gateway.settings import BackendTls, Settings
 from gateway.settings.secrets import carried
 from gateway.settings.sections.boxes import MemberSection, RequestSection
-from gateway.store.batches import RedisBatches
-from gateway.store.boards import MemoryBoard, RedisBoard
-from gateway.store.fallback import FallbackLedger
-from gateway.store.files import RedisFiles
-from gateway.store.idempotency import MemoryIdempotency, RedisIdempotency
-from gateway.store.jobs import RedisJobs
-from gateway.store.memory import MemoryLedger
-from gateway.store.redis import RedisLedger
-from gateway.store.responses import MemoryResponseStore, RedisResponseStore
-from gateway.store.webhooks import RedisWebhooks
+from gateway.store.memory import MemoryBoard, MemoryIdempotency, MemoryLedger, MemoryResponseStore
 from gateway.telemetry import logs
 from gateway.telemetry.decision_log import DecisionLog
 from gateway.telemetry.job_metrics import JobMetrics
@@ -55,16 +50,23 @@ from gateway.upstream.webhook_calls import WebhookCaller
 from gateway.upstream.webhooks import Webhooks
 
 if TYPE_CHECKING:
+    from gateway.store.boards import RedisBoard
+    from gateway.store.fallback import FallbackLedger
+    from gateway.store.jobs import RedisJobs
+    from gateway.store.responses import RedisResponseStore
     from gateway.telemetry.otlp_metrics import MetricsPush
     from gateway.telemetry.tracing import Tracing
 
 log = logging.getLogger("gateway.process")
 
 
-def ledger(settings: Settings, owner: str) -> MemoryLedger | FallbackLedger:
+def ledger(settings: Settings, owner: str) -> "MemoryLedger | FallbackLedger":
     """Return the ledger: for this process, `owner`, alone, or for all that share the store."""
     if settings.store is None:
         return MemoryLedger()
+    from gateway.store.fallback import FallbackLedger
+    from gateway.store.redis import RedisLedger
+
     return FallbackLedger(
         RedisLedger(
             settings.store.url,
@@ -76,10 +78,12 @@ def ledger(settings: Settings, owner: str) -> MemoryLedger | FallbackLedger:
     )
 
 
-def board(settings: Settings, clock: SystemClock, owner: str) -> MemoryBoard | RedisBoard:
+def board(settings: Settings, clock: SystemClock, owner: str) -> "MemoryBoard | RedisBoard":
     """Return the board on which processes agree on the owners of boxes."""
     if settings.store is None or not settings.boxes:
         return MemoryBoard(clock.now)
+    from gateway.store.boards import RedisBoard
+
     return RedisBoard.at(settings.store.url, settings.store.prefix, owner)
 
 
@@ -127,11 +131,13 @@ def box_settle_s(settings: Settings) -> float:
     return JOBS_SETTLE_S if settings.jobs_store is not None else 0.0
 
 
-def response_store(settings: Settings, clock: SystemClock) -> MemoryResponseStore | RedisResponseStore:
+def response_store(settings: Settings, clock: SystemClock) -> "MemoryResponseStore | RedisResponseStore":
     """Return the store for responses."""
     bytes_max = settings.responses.max_bytes_per_key
     if settings.store is None:
         return MemoryResponseStore(clock, bytes_max)
+    from gateway.store.responses import RedisResponseStore
+
     return RedisResponseStore(settings.store.url, prefix=settings.store.prefix, bytes_max=bytes_max)
 
 
@@ -139,23 +145,29 @@ def idempotency(settings: Settings, clock: SystemClock) -> IdempotencyRules:
     """Return the store for answers by idempotency key, and its rules."""
     section, store = settings.idempotency, settings.jobs_store or settings.store
     bytes_max = section.max_bytes_per_key
-    kept = (
-        MemoryIdempotency(clock, bytes_max)
-        if store is None
-        else RedisIdempotency(store.url, prefix=store.prefix, bytes_max=bytes_max)
-    )
+    kept: IdempotencyStore
+    if store is None:
+        kept = MemoryIdempotency(clock, bytes_max)
+    else:
+        from gateway.store.idempotency import RedisIdempotency
+
+        kept = RedisIdempotency(store.url, prefix=store.prefix, bytes_max=bytes_max)
     return IdempotencyRules(kept, section.keep_s, section.max_answer_bytes)
 
 
-def jobs(settings: Settings) -> RedisJobs | None:
+def jobs(settings: Settings) -> "RedisJobs | None":
     """Return the job store; None without jobs."""
     store = settings.jobs_store
-    return None if store is None else RedisJobs(store.url, prefix=store.prefix)
+    if store is None:
+        return None
+    from gateway.store.jobs import RedisJobs
+
+    return RedisJobs(store.url, prefix=store.prefix)
 
 
 def background(
     settings: Settings,
-    jobs: RedisJobs | None,
+    jobs: "RedisJobs | None",
     pipeline: Pipeline,
     clock: SystemClock,
     away_s: Callable[[str], float | None],
@@ -191,7 +203,7 @@ def job_metrics(
 def worker(
     settings: Settings,
     name: str,
-    jobs: RedisJobs | None,
+    jobs: "RedisJobs | None",
     pipeline: Pipeline,
     clock: SystemClock,
     metrics: JobMetrics | None,
@@ -235,6 +247,9 @@ def batching(settings: Settings, revocations: Revocations) -> Batching | None:
     store, section = settings.jobs_store, settings.jobs
     if store is None or section is None:
         return None
+    from gateway.store.batches import RedisBatches
+    from gateway.store.files import RedisFiles
+
     batches = RedisBatches(store.url, prefix=store.prefix)
     return Batching(
         batches,
@@ -249,7 +264,7 @@ def batching(settings: Settings, revocations: Revocations) -> Batching | None:
 
 
 def batch_runner(
-    settings: Settings, name: str, batching: Batching | None, jobs: RedisJobs | None, lines: BatchLines
+    settings: Settings, name: str, batching: Batching | None, jobs: "RedisJobs | None", lines: BatchLines
 ) -> BatchRunner | None:
     """Return the batch runner of this process, which is called `name`; None without jobs."""
     section = settings.jobs
@@ -267,6 +282,7 @@ def webhooks(
     store = settings.jobs_store or settings.store
     if not endpoints or store is None:
         return None
+    from gateway.store.webhooks import RedisWebhooks
 
     metrics.webhooks_known(endpoint.name for endpoint in endpoints)
 
@@ -293,7 +309,6 @@ def tracing(
     section, otlp = settings.telemetry.traces, settings.telemetry.otlp
     if section is None or otlp is None:
         return None
-    # Imported here, so that it costs nothing unless it is used.
     from gateway.telemetry.tracing import Conventions, Sender, TraceRules, Tracing
 
     rules = TraceRules(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -15,9 +15,11 @@ from gateway.core.values import Load, Policy
 from gateway.pipeline import BackendSnapshot, BackendWatch, Peers
 from gateway.pipeline.box_controller import BoxController, BoxSnapshot
 from gateway.ports import Clock, Fleet
-from gateway.store.fallback import FallbackLedger
 from gateway.store.memory import MemoryLedger
 from gateway.telemetry.journal import Journal
+
+if TYPE_CHECKING:
+    from gateway.store.fallback import FallbackLedger
 
 
 class Views:
@@ -27,13 +29,13 @@ class Views:
         self,
         *,
         policy: Callable[[], Policy],
-        ledger: MemoryLedger | FallbackLedger,
+        ledger: "MemoryLedger | FallbackLedger",
         fleet: Fleet,
         counts: CountTracker,
         watch: BackendWatch,
         boxes: BoxController,
         journal: Journal,
-        store: FallbackLedger | None,
+        store: "FallbackLedger | None",
         peers: Peers,
         clock: Clock,
     ) -> None:

@@ -56,7 +56,7 @@ def test_a_group_has_its_own_commands_and_no_others() -> None:
 
 
 def test_version() -> None:
-    assert run("version").output == f"gemma-gateway {__version__}\n"
+    assert run("version").output == run("--version").output == f"gemma-gateway {__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["serve"], ["check", "--no-such-option"], ["explain"]])

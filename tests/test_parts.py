@@ -11,7 +11,8 @@ from support.site import POLICY
 from gateway import parts, settings
 from gateway.clock import SystemClock
 from gateway.core.errors import ConfigError
-from gateway.store.idempotency import MemoryIdempotency, RedisIdempotency
+from gateway.store.idempotency import RedisIdempotency
+from gateway.store.memory import MemoryIdempotency
 
 
 def loaded(folder: Path, **sections: object) -> settings.Settings:

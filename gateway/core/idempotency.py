@@ -59,6 +59,15 @@ class IdempotencyClaim:
         """Hash of route and key: of constant length, and without text from callers."""
         return sha256(f"{len(self.route)}:{self.route}{self.key}".encode()).hexdigest()
 
+    def record_of(self, answer: bytes) -> bytes:
+        """Return what is stored for an answer: it says which body it belongs to."""
+        return self.fingerprint.encode() + answer
+
+    def answer_in(self, record: bytes) -> bytes | KeyState:
+        """Return the answer in a record, unless it belongs to another body."""
+        fingerprint = self.fingerprint.encode()
+        return record[len(fingerprint) :] if record.startswith(fingerprint) else KeyState.REUSED
+
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:

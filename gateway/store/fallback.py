@@ -61,6 +61,10 @@ class FallbackLedger:
         """Number of gateway processes last seen, including this one, and at least the configured minimum."""
         return max(self._shared.replicas, self._replicas_min)
 
+    def modes(self) -> Mapping[str, bool]:
+        """Return for each mode whether it is the current one."""
+        return {mode: mode is self.mode for mode in Mode}
+
     @property
     def owner(self) -> str:
         """The name of this process in Redis."""

@@ -1,18 +1,27 @@
-"""The ledger of one process: counts what is in flight on each backend, and enforces the limits."""
+"""What one process keeps for itself, in memory, when nothing is shared with others.
+
+State changes with no `await` between check and change.
+"""
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from itertools import count
 
 from gateway.core import admission
+from gateway.core.idempotency import IdempotencyClaim, KeyState
 from gateway.core.values import Exclusion, Load
-from gateway.ports import Slot
+from gateway.ports import Board, Clock, Slot
+from gateway.store.expiring_records import ExpiringRecords
+
+BOX_TTL_S = 15.0
+"""Lease time of an ownership: how long a box is unmanaged after its owner has crashed."""
 
 OnFreed = Callable[[str], None]
 """Called with a backend's id when capacity becomes free there. Must not block, must not raise."""
 
 
 class MemoryLedger:
-    """`ports.Ledger` in memory. State changes with no `await` between check and change."""
+    """`ports.Ledger`: counts what is in flight on each backend, and enforces the limits."""
 
     is_local = True
 
@@ -115,6 +124,154 @@ class MemoryLedger:
     def _tell(self, backend_id: str) -> None:
         for callback in self._on_freed:
             callback(backend_id)
+
+
+@dataclass(slots=True)
+class _Shared:
+    owner: str = ""
+    owned_until: float = 0.0
+    fence: int = 0
+    state: str = ""
+    notes: dict[str, tuple[float, str]] = field(default_factory=dict)
+
+
+class MemoryBoard:
+    """`ports.BoxBoard` in memory. Instances with the same `shared` behave like processes with one store."""
+
+    def __init__(
+        self,
+        now: Callable[[], float],
+        *,
+        process: str = "me",
+        ttl_s: float = BOX_TTL_S,
+        shared: dict[str, _Shared] | None = None,
+    ) -> None:
+        """Read the time from `now`, in seconds."""
+        self._now, self._process, self._ttl_s = now, process, ttl_s
+        self._shared: dict[str, _Shared] = {} if shared is None else shared
+
+    async def sync(self, box_id: str, *, fence: int, state: str, note: str) -> Board:
+        """See `ports.BoxBoard.sync`."""
+        board, now = self._shared.setdefault(box_id, _Shared()), self._now()
+        is_free = not board.owner or board.owned_until <= now
+        if is_free:
+            board.fence += 1
+            board.owner = self._process
+        is_owner = board.owner == self._process
+        if is_owner:
+            board.owned_until = now + self._ttl_s
+            if state and fence == board.fence:
+                board.state = state
+        board.notes[self._process] = (now + self._ttl_s, note)
+        board.notes = {name: held for name, held in board.notes.items() if held[0] > now}
+        others = [text for name, (_, text) in board.notes.items() if name != self._process]
+        return Board(board.fence if is_owner else 0, board.state, others)
+
+    async def leave(self, box_id: str) -> None:
+        """See `ports.BoxBoard.leave`."""
+        board = self._shared.setdefault(box_id, _Shared())
+        if board.owner == self._process:
+            board.owner = ""
+        board.notes.pop(self._process, None)
+
+    async def aclose(self) -> None:
+        """There is nothing to close."""
+
+
+class MemoryResponseStore:
+    """`ports.ResponseStore`."""
+
+    def __init__(self, clock: Clock, bytes_max: int) -> None:
+        """Store at most `bytes_max` bytes per owner."""
+        self._clock = clock
+        self._bytes_max = bytes_max
+        self._records_by_owner: dict[str | None, ExpiringRecords] = {}
+
+    async def put(self, owner: str | None, id: str, record: bytes, ttl_s: float) -> bool:
+        """See `ports.ResponseStore.put`."""
+        return self._records(owner).put(id, record, self._clock.now() + ttl_s, self._bytes_max)
+
+    async def get(self, owner: str | None, id: str) -> bytes | None:
+        """See `ports.ResponseStore.get`."""
+        return self._records(owner).get(id)
+
+    async def delete(self, owner: str | None, id: str) -> bool:
+        """See `ports.ResponseStore.delete`."""
+        return self._records(owner).drop(id)
+
+    async def aclose(self) -> None:
+        """There is nothing to close."""
+
+    def _records(self, owner: str | None) -> ExpiringRecords:
+        records = self._records_by_owner.setdefault(owner, ExpiringRecords())
+        records.drop_until(self._clock.now())
+        return records
+
+
+class MemoryIdempotency:
+    """`ports.IdempotencyStore`."""
+
+    def __init__(self, clock: Clock, bytes_max: int) -> None:
+        """Store at most `bytes_max` bytes of answers per owner."""
+        self._clock = clock
+        self._bytes_max = bytes_max
+        self._records_by_owner: dict[str | None, ExpiringRecords] = {}
+        self._marks: dict[tuple[str | None, str], tuple[IdempotencyClaim, float]] = {}  # with its expiry
+
+    async def begin(self, claim: IdempotencyClaim, lease_s: float) -> bytes | KeyState:
+        """See `ports.IdempotencyStore.begin`."""
+        record = self._records(claim).get(claim.id)
+        if record is not None:
+            return claim.answer_in(record)
+        mark = self._mark(claim)
+        if mark is not None and mark != claim:
+            return KeyState.RUNNING if mark.fingerprint == claim.fingerprint else KeyState.REUSED
+        self._set_mark(claim, lease_s)
+        return KeyState.BEGUN
+
+    async def renew(self, claim: IdempotencyClaim, lease_s: float) -> bool:
+        """See `ports.IdempotencyStore.renew`."""
+        if not self._is_own(claim):
+            return False
+        self._set_mark(claim, lease_s)
+        return True
+
+    async def keep(self, claim: IdempotencyClaim, answer: bytes, ttl_s: float) -> bool:
+        """See `ports.IdempotencyStore.keep`."""
+        if not self._is_own(claim):
+            return False
+        await self.free(claim)
+        expires = self._clock.now() + ttl_s
+        return self._records(claim).put(claim.id, claim.record_of(answer), expires, self._bytes_max)
+
+    async def free(self, claim: IdempotencyClaim) -> None:
+        """See `ports.IdempotencyStore.free`."""
+        if self._mark(claim) == claim:
+            del self._marks[claim.owner, claim.id]
+
+    async def aclose(self) -> None:
+        """There is nothing to close."""
+
+    def _is_own(self, claim: IdempotencyClaim) -> bool:
+        """Return whether no other runner has the key, and no answer is stored under it."""
+        return self._mark(claim) in (claim, None) and self._records(claim).get(claim.id) is None
+
+    def _mark(self, claim: IdempotencyClaim) -> IdempotencyClaim | None:
+        found = self._marks.get((claim.owner, claim.id))
+        return None if found is None or found[1] <= self._clock.now() else found[0]
+
+    def _set_mark(self, claim: IdempotencyClaim, lease_s: float) -> None:
+        now = self._clock.now()
+        self._marks.pop((claim.owner, claim.id), None)
+        self._marks[claim.owner, claim.id] = claim, now + lease_s
+        # All leases have the same length, so they expire in the order in which they were set.
+        while (oldest := next(iter(self._marks.items())))[1][1] <= now:
+            del self._marks[oldest[0]]
+
+    def _records(self, claim: IdempotencyClaim) -> ExpiringRecords:
+        records = self._records_by_owner.setdefault(claim.owner, ExpiringRecords())
+        records.drop_until(self._clock.now())
+        return records
 
 
 _NOTHING = Load()

@@ -26,9 +26,6 @@ Invariants, per backend and counter, with their reasons:
 """
 
 import asyncio
-import re
-import secrets
-import socket
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from time import monotonic
@@ -44,6 +41,7 @@ from gateway.store.connections import StoreAway
 from gateway.store.facts import Exchange
 from gateway.store.leases import Freed, Leases, News, UrgentFacts
 from gateway.store.memory import MemoryLedger, OnFreed
+from gateway.store.process_name import process_name
 
 TTL_S = 15.0
 """Expiry of an account that is not settled: how long the slots of a crashed gateway stay occupied."""
@@ -493,9 +491,3 @@ def _fail(future: asyncio.Future[T], failure: StoreAway) -> None:
     if not future.done():  # otherwise its caller was cancelled
         future.set_exception(failure)
         future.exception()  # marks the exception as retrieved
-
-
-def process_name() -> str:
-    """Return a unique name for this process."""
-    host = re.sub(r"[^\w.-]", "-", socket.gethostname())[:24]
-    return f"{host}-{secrets.token_hex(4)}"

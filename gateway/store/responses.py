@@ -1,49 +1,14 @@
-"""Stored responses: in memory for one process, or in Redis or Valkey for several.
-
-Both limit the bytes per owner, and evict the records that expire first.
-"""
+"""Stored responses, in Redis or Valkey: limited bytes per owner, the first to expire are evicted."""
 
 from functools import partial
 from typing import Any
 
-from gateway.ports import Clock
 from gateway.store.connections import Connections, milliseconds
-from gateway.store.expiring_records import ExpiringRecords
 
 COMMAND_S = 2.0
 """Timeout of a command, and of waiting for a connection: a record may be megabytes long."""
 
 CONNECTIONS_MAX = 8
-
-
-class MemoryResponseStore:
-    """`ports.ResponseStore` for one process. State changes with no `await` between check and change."""
-
-    def __init__(self, clock: Clock, bytes_max: int) -> None:
-        """Store at most `bytes_max` bytes per owner."""
-        self._clock = clock
-        self._bytes_max = bytes_max
-        self._records_by_owner: dict[str | None, ExpiringRecords] = {}
-
-    async def put(self, owner: str | None, id: str, record: bytes, ttl_s: float) -> bool:
-        """See `ports.ResponseStore.put`."""
-        return self._records(owner).put(id, record, self._clock.now() + ttl_s, self._bytes_max)
-
-    async def get(self, owner: str | None, id: str) -> bytes | None:
-        """See `ports.ResponseStore.get`."""
-        return self._records(owner).get(id)
-
-    async def delete(self, owner: str | None, id: str) -> bool:
-        """See `ports.ResponseStore.delete`."""
-        return self._records(owner).drop(id)
-
-    async def aclose(self) -> None:
-        """There is nothing to close."""
-
-    def _records(self, owner: str | None) -> ExpiringRecords:
-        records = self._records_by_owner.setdefault(owner, ExpiringRecords())
-        records.drop_until(self._clock.now())
-        return records
 
 
 class RedisResponseStore:

@@ -16,7 +16,7 @@ from gateway.downstream.reading import BodyReaders, Received, Work
 from gateway.downstream.relay import AsgiDownstream, HttpDownstream
 from gateway.pipeline import CallerStalled
 from gateway.ports import Arrival
-from gateway.store.idempotency import MemoryIdempotency
+from gateway.store.memory import MemoryIdempotency
 
 ROUTE = "/v1/chat/completions"
 BODY = b'{"model":"gemma-4"}'

@@ -33,8 +33,8 @@ from gateway.core.waiting import Ticket, WaitingLine
 from gateway.pipeline import box_controller
 from gateway.pipeline.box_controller import READY_S, STORE_LOST_S, BoxController, BoxSnapshot
 from gateway.ports import BoxBoard, JobStore
-from gateway.store.boards import MemoryBoard, RedisBoard
-from gateway.store.memory import MemoryLedger
+from gateway.store.boards import RedisBoard
+from gateway.store.memory import MemoryBoard, MemoryLedger
 
 PATIENT = Waiting(max_wait_s=36_000, ttft_target_s=2_700)
 POLICY = Policy(

@@ -8,8 +8,9 @@ import pytest
 from support.redis_server import RedisServer, legs
 
 from gateway.ports import BoxBoard
-from gateway.store.boards import MemoryBoard, RedisBoard
+from gateway.store.boards import RedisBoard
 from gateway.store.leases import Leases
+from gateway.store.memory import MemoryBoard
 
 Expire = Callable[[], Awaitable[None]]
 

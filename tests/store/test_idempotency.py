@@ -15,7 +15,8 @@ from gateway.clock import SystemClock
 from gateway.core.errors import StoreUnavailable
 from gateway.core.idempotency import IdempotencyClaim, KeyState, fingerprint
 from gateway.ports import IdempotencyStore
-from gateway.store.idempotency import MemoryIdempotency, RedisIdempotency
+from gateway.store.idempotency import RedisIdempotency
+from gateway.store.memory import MemoryIdempotency
 
 HOUR = 3_600.0
 LEASE_S = 600.0

@@ -12,7 +12,8 @@ from support.redis_server import RedisServer, failover, legs, own_server
 from gateway.clock import SystemClock
 from gateway.core.errors import StoreUnavailable
 from gateway.ports import ResponseStore
-from gateway.store.responses import MemoryResponseStore, RedisResponseStore
+from gateway.store.memory import MemoryResponseStore
+from gateway.store.responses import RedisResponseStore
 
 HOUR = 3_600.0
 BYTES_MAX = 1_000

@@ -30,10 +30,8 @@ from gateway.downstream.routes import Applications
 from gateway.downstream.wire import WireRules
 from gateway.pipeline import BackendWatch, Pipeline
 from gateway.ports import Headers
-from gateway.store.idempotency import MemoryIdempotency
-from gateway.store.memory import MemoryLedger
+from gateway.store.memory import MemoryIdempotency, MemoryLedger, MemoryResponseStore
 from gateway.store.prefixes import MemoryPrefixIndex
-from gateway.store.responses import MemoryResponseStore
 from gateway.upstream.direct import DirectUpstream
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, RawServer, answer_of, chunk, raw_server
 from support.world import DONE, HELLO, LIGHT, ROLE, STOP, USAGE, WHOLE, Estimates, Fleet, Notes
