@@ -77,3 +77,29 @@ def test_what_is_there_at_the_start_is_not_looked_through_again() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
 
     assert done.stdout.split() == ["True", "10000"]
+
+
+RETURNED = """
+import os
+from gateway.memory import keep_freed, settle
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+keep_freed({})
+parts = [b"x" * 100_000 for _ in range(500)]
+end = b"x" * 1_000  # what lies before it is not at the end of the heap
+del parts
+before = resident()
+settle()
+print(before - resident())
+"""
+
+
+def test_what_only_the_start_needed_is_returned() -> None:
+    done = subprocess.run([sys.executable, "-c", RETURNED], capture_output=True, text=True, check=True)
+
+    assert int(done.stdout) > 40_000_000

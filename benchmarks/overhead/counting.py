@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.overhead import clocked, machine
 from benchmarks.overhead.scenarios import renumbered
+from gateway import memory
 from gateway.core.values import Endpoint, TemplateCosts
 from gateway.downstream import wire
 from gateway.ports import Arrival
@@ -31,6 +32,7 @@ def main() -> None:
         clocked.put_around_counts(clock)
         before_mb = machine.resident_mb({os.getpid()})
         estimator = open_estimator(vocabulary)
+        memory.settle()  # as the gateway does, when it has started
         held_mb = machine.resident_mb({os.getpid()}) - before_mb
         used_us = []
         tokens = 0

@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,12 @@ def test_markers_become_special_and_runs_of_blanks_do_not(vocabulary: Vocabulary
     assert "<td>" in vocabulary.encoding.special_tokens_set
     assert "\n\n" not in vocabulary.encoding.special_tokens_set
     assert "<unused0>" not in vocabulary.encoding.special_tokens_set
+
+
+def test_the_entries_are_held_once(vocabulary: Vocabulary) -> None:
+    # tiktoken needs its own table of them; the one that it was given took half as much again.
+    held = [value for value in vars(vocabulary.encoding).values() if isinstance(value, Sized)]
+    assert max(map(len, held)) < vocabulary.entries / 2
 
 
 def test_a_vocabulary_that_is_not_gemmas_size_is_loaded_with_a_warning(vocabulary: Vocabulary) -> None:
