@@ -4,7 +4,8 @@ The same code translates a streamed answer chunk by chunk and a non-streaming an
 give the same response. The fields of a draft are its complete state.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -190,6 +191,7 @@ class Draft:
         if self.speaking is not None and self.speaking.kind != item_kind:
             self._close_speaking(events)
         if self.speaking is None:
+            self._announce(events, and_then=True)
             self.speaking = self._open(item_kind, events)
         item = self.speaking
         if item.parts and item.parts[-1].type != kind:
@@ -201,7 +203,7 @@ class Draft:
         return item, item.parts[-1]
 
     def _called(self, place: int, call: Mapping[str, Any], events: list[Event]) -> None:
-        """Add a piece of a function call, which is announced as soon as its name is known."""
+        """Add a piece of a function call."""
         function = call.get("function")
         function = function if isinstance(function, Mapping) else {}
         name, text, id_ = function.get("name"), function.get("arguments"), call.get("id")
@@ -211,15 +213,34 @@ class Draft:
             item = self.calls[place] = _Item("function_call", "", -1)
         if isinstance(id_, str):
             item.call_id = item.call_id or id_
-        if isinstance(text, str) and text:
-            item.arguments.append(text)
         if not item.id and isinstance(name, str) and name:
             item.name = name
-            self._show_call(item, events)
-        elif item.id and isinstance(text, str) and text:
-            events.append(self._arguments_delta(item, text))
+        if isinstance(text, str) and text and item.status == "in_progress":
+            item.arguments.append(text)
+            if item.id:
+                events.append(self._arguments_delta(item, text))
+        self._announce(events)
+
+    def _announce(self, events: list[Event], *, and_then: bool = False) -> None:
+        """Announce the calls in order, each when its name is known and those before it are complete.
+
+        Many clients take every event to belong to the item that was announced last. So the pieces of a call
+        wait here until the arguments of the one before it are a whole JSON object.
+
+        `and_then`: another item follows the last call, too.
+        """
+        last = None if and_then else len(self.calls) - 1
+        for position, item in enumerate(self.calls.values()):
+            if item.status != "in_progress":
+                continue
+            if not item.id and item.name:
+                self._show_call(item, events)
+            if position == last or not item.id or not _is_object(item.arguments):
+                return
+            self._close_call(item, "completed", events)
 
     def _show_call(self, item: _Item, events: list[Event]) -> None:
+        self._close_speaking(events)
         self._place(item)
         item.call_id = item.call_id or f"call_{item.id.partition('_')[2]}"
         arguments, item.arguments = item.arguments, []
@@ -274,17 +295,16 @@ class Draft:
         last_status = "incomplete" if self.finish_reason in _INCOMPLETE else "completed"
         self._close_speaking(events, last_status)
         for item in self.calls.values():
-            if not item.id:
-                self._show_call(item, events)
-            item.status = last_status if item is last else "completed"
-            place = {"item_id": item.id, "output_index": item.index}
-            arguments = "".join(item.arguments)
-            events.append(
-                self._event(
-                    "response.function_call_arguments.done", **place, name=item.name, arguments=arguments
-                )
-            )
-            events.append(self._item_done(item))
+            if item.status == "in_progress":
+                self._close_call(item, last_status if item is last else "completed", events)
+
+    def _close_call(self, item: _Item, status: str, events: list[Event]) -> None:
+        if not item.id:
+            self._show_call(item, events)
+        item.status = status
+        done = {"output_index": item.index, "name": item.name, "arguments": "".join(item.arguments)}
+        events.append(self._event("response.function_call_arguments.done", item_id=item.id, **done))
+        events.append(self._item_done(item))
 
     def _end(self, kind: str = "") -> list[Event]:
         self.is_over = True
@@ -305,6 +325,16 @@ class Draft:
 def _within(item: _Item) -> Mapping[str, Any]:
     """Return the members that identify the current part of an item."""
     return {"item_id": item.id, "output_index": item.index, "content_index": max(0, len(item.parts) - 1)}
+
+
+def _is_object(pieces: Sequence[str]) -> bool:
+    """Return whether these pieces of arguments are a whole JSON object, after which no more can come."""
+    if not pieces or not pieces[-1].rstrip().endswith("}"):
+        return False
+    try:
+        return isinstance(json.loads("".join(pieces)), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _usage(usage: Usage) -> Mapping[str, Any]:

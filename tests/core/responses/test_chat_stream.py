@@ -108,11 +108,10 @@ TEXT_DONE = ["output_text.done", "content_part.done", "output_item.done"]
                 *TEXT,
                 "output_text.delta",
                 *TEXT_DONE,
-                "output_item.added",
-                "function_call_arguments.delta",
-                "output_item.added",
-                *["function_call_arguments.delta"] * 2,
-                *["function_call_arguments.done", "output_item.done"] * 2,
+                *["output_item.added", "function_call_arguments.delta", "function_call_arguments.delta"],
+                *["function_call_arguments.done", "output_item.done"],
+                *["output_item.added", "function_call_arguments.delta"],
+                *["function_call_arguments.done", "output_item.done"],
                 "completed",
             ],
         ),
@@ -212,6 +211,44 @@ def test_a_completed_response_says_what_was_used() -> None:
         "output_tokens_details": {"reasoning_tokens": 1},
         "total_tokens": 8,
     }
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "words-after-calls"])
+def test_an_item_ends_before_the_next_begins(script: str) -> None:
+    """Many clients, such as pi, add every delta to the item that was announced last."""
+    words = [
+        chunk(tool(0, name="f", arguments="{}")),
+        chunk(tool(1, name="g", arguments='{"b": ')),
+        chunk(tool(1, arguments="2}")),
+        chunk({"content": "There."}),
+        chunk(tool(2, name="h", arguments="{}")),
+        chunk(finish="tool_calls"),
+        DONE,
+    ]
+    running: list[int] = []
+    for event in run(*SCRIPTS.get(script, words)):
+        match event["type"]:
+            case "response.output_item.added":
+                assert not running
+                running = [event["output_index"]]
+            case "response.output_item.done":
+                assert running.pop() == event["output_index"]
+            case _:
+                assert event.get("output_index") in (None, *running)
+
+
+def test_a_call_leaves_when_the_next_one_begins() -> None:
+    stream = opened()
+    stream.draft.begin()
+
+    stream.feed(chunk(tool(0, name="f", arguments='{"a": {}}')), NOW)
+    events = stream.feed(chunk(tool(1, name="g", arguments='{"b": ')), NOW)
+
+    assert names(events) == [
+        *["function_call_arguments.done", "output_item.done"],
+        *["output_item.added", "function_call_arguments.delta"],
+    ]
+    assert names(stream.feed(chunk(tool(1, arguments="2")), NOW)) == ["function_call_arguments.delta"]
 
 
 def test_calls_come_whole_however_their_pieces_mix() -> None:
