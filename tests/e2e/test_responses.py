@@ -118,22 +118,33 @@ async def test_structured_output_is_parsed(fleet: Site) -> None:
     assert isinstance(answer.output_parsed, Verdict)
 
 
-async def test_a_function_is_called_and_its_result_taken(fleet: Site) -> None:
+@pytest.mark.parametrize(
+    ("tool", "namespace"),
+    [
+        (WEATHER, None),
+        ({"type": "namespace", "name": "mcp", "description": "Outdoors.", "tools": [WEATHER]}, "mcp"),
+    ],
+    ids=["plain", "in-a-namespace"],
+)
+async def test_a_function_is_called_and_its_result_taken(
+    fleet: Site, tool: Any, namespace: str | None
+) -> None:
     client = fleet.openai()
     first = await client.responses.create(
-        model="gemma-4", input="Call get_weather for Paris.", tools=[WEATHER], tool_choice="required"
+        model="gemma-4", input="Call get_weather for Paris.", tools=[tool], tool_choice="required"
     )
     call: Any = first.output[-1]
     assert call.type == "function_call"
     assert call.name == "get_weather"
+    assert call.namespace == namespace
     assert isinstance(json.loads(call.arguments), dict)
 
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain."}
     by_id = await client.responses.create(
-        model="gemma-4", previous_response_id=first.id, input=[result], tools=[WEATHER]
+        model="gemma-4", previous_response_id=first.id, input=[result], tools=[tool]
     )
     conversation: Any = [{"role": "user", "content": "Call get_weather for Paris."}, *first.output, result]
-    by_hand = await client.responses.create(model="gemma-4", input=conversation, tools=[WEATHER], store=False)
+    by_hand = await client.responses.create(model="gemma-4", input=conversation, tools=[tool], store=False)
 
     assert by_id.output_text
     assert by_id.output_text == by_hand.output_text

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from gateway.core.answers import usage_of
 from gateway.core.responses.items import item_id
+from gateway.core.responses.request import own_name
 from gateway.core.usage import Usage
 
 Event = dict[str, Any]
@@ -50,13 +51,15 @@ class _Item:
     parts: list[_Part] = field(default_factory=list)
     call_id: str = ""
     name: str = ""
+    namespace: str = ""
     arguments: list[str] = field(default_factory=list)
 
     def shown(self) -> Mapping[str, Any]:
         head = {"type": self.kind, "id": self.id, "status": self.status}
         if self.kind == "function_call":
             arguments = "".join(self.arguments)
-            return {**head, "call_id": self.call_id, "name": self.name, "arguments": arguments}
+            space = {"namespace": self.namespace} if self.namespace else {}
+            return {**head, "call_id": self.call_id, "name": self.name, **space, "arguments": arguments}
         parts = [part.shown() for part in self.parts]
         if self.kind == "reasoning":
             return {**head, "summary": [], "content": parts}
@@ -214,7 +217,7 @@ class Draft:
         if isinstance(id_, str):
             item.call_id = item.call_id or id_
         if not item.id and isinstance(name, str) and name:
-            item.name = name
+            item.namespace, item.name = own_name(self.response.get("tools"), name)
         if isinstance(text, str) and text and item.status == "in_progress":
             item.arguments.append(text)
             if item.id:

@@ -38,6 +38,11 @@ def home_of(item: str) -> str | None:
     return response_id(found[1]) if found else None
 
 
+def chat_name(namespace: str | None, name: str) -> str:
+    """Return a function's name in a chat, where functions have no namespace."""
+    return f"{namespace}__{name}" if namespace else name
+
+
 # ------------------------------------------------------------------ reading
 
 
@@ -135,6 +140,8 @@ def _read_message(item: Item, where: str) -> Item:
 
 def _read_call(item: Item, where: str) -> Item:
     call = {name: _text(item, name, where) for name in ("call_id", "name", "arguments")}
+    if item.get("namespace") is not None:
+        call["namespace"] = _text(item, "namespace", where)
     return {**call, "status": "completed"}
 
 
@@ -300,11 +307,12 @@ class _Chat:
     def _call(self, item: Item) -> None:
         if self._open is None:
             self._open = {"role": "assistant", "content": None}
-        function = {"name": item["name"], "arguments": item["arguments"]}
+        name = chat_name(item.get("namespace"), item["name"])
+        function = {"name": name, "arguments": item["arguments"]}
         call = {"id": item["call_id"], "type": "function", "function": function}
         self._open.setdefault("tool_calls", []).append(call)
         self._callers[item["call_id"]] = self._open
-        self._tools[item["call_id"]] = item["name"]
+        self._tools[item["call_id"]] = name
 
     def _output(self, item: Item, where: str) -> None:
         name = self._tools.get(item["call_id"])

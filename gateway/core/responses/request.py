@@ -8,6 +8,7 @@ from gateway.core.errors import InvalidRequest
 from gateway.core.responses.items import (
     Item,
     Message,
+    chat_name,
     messages_of,
     read_input,
     references,
@@ -188,7 +189,7 @@ def read(
     store = _flag(members, "store")
     chat: dict[str, Any] = {
         "messages": messages,
-        **_chat_tools(tools, members.get("tool_choice")),
+        **_chat_tools(_functions(tools), members.get("tool_choice")),
         **_chat_format(text.get("format")),
         **_chat_effort(reasoning.get("effort")),
     }
@@ -334,10 +335,12 @@ def _tools(written: object) -> list[Mapping[str, Any]]:
     return [_tool(tool, f"tools.{index}") for index, tool in enumerate(written)]
 
 
-def _tool(tool: object, where: str) -> Mapping[str, Any]:
+def _tool(tool: object, where: str, *, in_namespace: bool = False) -> Mapping[str, Any]:
     if not isinstance(tool, Mapping):
         raise InvalidRequest("A tool must be an object.", param=where)
     kind = tool.get("type")
+    if kind == "namespace" and not in_namespace:
+        return _namespace(tool, where)
     if kind != "function":
         message = f"Tools of type {str(kind)[:40]!r} are not supported: only functions that the caller runs."
         raise InvalidRequest(message, code="unsupported_parameter", param=f"{where}.type")
@@ -350,6 +353,47 @@ def _tool(tool: object, where: str) -> Mapping[str, Any]:
         "parameters": _object(tool, "parameters", f"{where}.parameters") or None,
         "strict": _flag(tool, "strict", f"{where}.strict"),
     }
+
+
+def _namespace(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    if not _text(tool, "name", f"{where}.name"):
+        raise InvalidRequest("A namespace needs a `name`.", param=f"{where}.name")
+    members = tool.get("tools")
+    if not isinstance(members, list):
+        raise InvalidRequest("A namespace needs `tools`, an array.", param=f"{where}.tools")
+    return {
+        "type": "namespace",
+        "name": tool["name"],
+        "description": _text(tool, "description", f"{where}.description") or "",
+        "tools": [
+            _tool(member, f"{where}.tools.{index}", in_namespace=True) for index, member in enumerate(members)
+        ],
+    }
+
+
+def _functions(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the functions, those in namespaces by their names in a chat."""
+    functions: list[Mapping[str, Any]] = []
+    for tool in tools:
+        if tool["type"] == "namespace":
+            members = tool["tools"]
+            functions += [{**member, "name": chat_name(tool["name"], member["name"])} for member in members]
+        else:
+            functions.append(tool)
+    return functions
+
+
+def own_name(tools: object, name: str) -> tuple[str, str]:
+    """Return the namespace (or "") and the own name of a function by its name in a chat.
+
+    `tools`: those of the response, as read here.
+    """
+    for tool in tools if isinstance(tools, list) else ():
+        if tool["type"] == "namespace":
+            for member in tool["tools"]:
+                if chat_name(tool["name"], member["name"]) == name:
+                    return tool["name"], member["name"]
+    return "", name
 
 
 def _chat_tools(tools: Sequence[Mapping[str, Any]], choice: object) -> Mapping[str, Any]:

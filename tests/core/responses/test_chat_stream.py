@@ -419,6 +419,20 @@ def test_what_makes_no_sense_says_nothing(odd: dict[str, Any]) -> None:
     assert opened().draft.add(odd) == []
 
 
+def test_a_call_names_its_namespace() -> None:
+    stream = opened()
+    function = {"type": "function", "name": "f", "parameters": None}
+    space = {"type": "namespace", "name": "mcp", "description": "", "tools": [function]}
+    stream.draft.response["tools"] = [function, space]
+    events = stream.feed(chunk(tool(0, name="mcp__f", arguments="{}")), NOW)
+    events += stream.feed(chunk(tool(1, name="f", arguments="{}")), NOW)
+    events += stream.feed(chunk(finish="tool_calls") + DONE, NOW)
+
+    calls = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [(call["name"], call.get("namespace")) for call in calls] == [("f", "mcp"), ("f", None)]
+    assert calls == events[-1]["response"]["output"]
+
+
 def test_a_call_whose_name_comes_late_is_shown_when_it_comes() -> None:
     late = [
         chunk({"tool_calls": [{"index": 0, "id": "c", "function": {"arguments": "{"}}]}),

@@ -11,8 +11,13 @@ TOKEN = "0123456789abcdef" * 2
 HI = [{"role": "user", "content": "Hi"}]
 F = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
 G = {"type": "function", "name": "g"}
-CHAT_F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
-CHAT_G = {"type": "function", "function": {"name": "g"}}
+CHAT_F: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object"}, "strict": True},
+}
+CHAT_G: dict[str, Any] = {"type": "function", "function": {"name": "g"}}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+CHAT_CALL = {"id": "c", "type": "function", "function": {"name": "mcp__f", "arguments": "{}"}}
 SCHEMA = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
 
 
@@ -47,6 +52,28 @@ def chat(**members: Any) -> dict[str, Any]:
             },
         ),
         ({"tools": [F, G]}, {"tools": [CHAT_F, CHAT_G]}),
+        (
+            {"tools": [F, {"type": "namespace", "name": "mcp", "description": "d", "tools": [G]}]},
+            {"tools": [CHAT_F, {**CHAT_G, "function": {**CHAT_G["function"], "name": "mcp__g"}}]},
+        ),
+        (
+            {
+                "tools": [{"type": "namespace", "name": "mcp", "description": "d", "tools": [F]}],
+                "input": [
+                    {"role": "user", "content": "Hi"},
+                    {**CALL, "namespace": "mcp"},
+                    {"type": "function_call_output", "call_id": "c", "output": "42"},
+                ],
+            },
+            {
+                "tools": [{**CHAT_F, "function": {**CHAT_F["function"], "name": "mcp__f"}}],
+                "messages": [
+                    *HI,
+                    {"role": "assistant", "content": None, "tool_calls": [CHAT_CALL]},
+                    {"role": "tool", "tool_call_id": "c", "name": "mcp__f", "content": "42"},
+                ],
+            },
+        ),
         ({"tools": []}, {}),
         ({"tools": [], "tool_choice": "auto"}, {}),
         ({"tools": [F], "tool_choice": "none"}, {"tools": [CHAT_F], "tool_choice": "none"}),
@@ -116,6 +143,23 @@ def test_members_become_those_of_a_chat(members: dict[str, Any], more: dict[str,
         ({"tools": [F, {"type": "web_search"}]}, "unsupported_parameter", "tools.1.type"),
         ({"tools": [{"type": "custom", "name": "x"}]}, "unsupported_parameter", "tools.0.type"),
         ({"tools": [{"type": "function"}]}, "invalid_request", "tools.0.name"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, "invalid_request", "tools.0.name"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "invalid_request", "tools.0.tools"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "x"}]}]},
+            "unsupported_parameter",
+            "tools.0.tools.0.type",
+        ),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "namespace", "name": "m"}]}]},
+            "unsupported_parameter",
+            "tools.0.tools.0.type",
+        ),
+        (
+            {"input": [{**CALL, "namespace": 7}]},
+            "invalid_request",
+            "input.0.namespace",
+        ),
         ({"tools": [{**F, "parameters": 1}]}, "invalid_request", "tools.0.parameters"),
         ({"tools": [{**F, "strict": 1}]}, "invalid_request", "tools.0.strict"),
         ({"tool_choice": "required"}, "invalid_request", "tool_choice"),
