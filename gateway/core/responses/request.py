@@ -47,7 +47,8 @@ READ = COPIED | {
 
 _LEFT_OUT = frozenset(
     {
-        # members of the Responses API without a meaning here
+        # members of the Responses API, or of Codex CLI, without a meaning here
+        "client_metadata",
         "prompt_cache_retention",
         "prompt_cache_options",
         "service_tier",

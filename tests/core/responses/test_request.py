@@ -216,6 +216,7 @@ def test_instructions_stand_before_the_conversation_so_far() -> None:
         ("cache_salt", True),
         ("input", False),
         ("metadata", False),
+        ("client_metadata", False),
         ("store", False),
         ("messages", False),
         ("n", False),
