@@ -24,7 +24,7 @@ from gateway.core.usage import Ending, RequestRecord
 from gateway.downstream.reading import BodyReaders, Read, Received, Work
 from gateway.downstream.relay import HttpDownstream
 from gateway.pipeline import LEFT_STATUS, CallerStalled
-from gateway.pipeline.caller import CALLER_STALL_S
+from gateway.pipeline.caller import while_caller_reads
 from gateway.ports import Clock, Headers, IdempotencyStore, Recorder
 
 RETRY_AFTER_S = 2
@@ -117,10 +117,8 @@ class IdempotentRequests:
         try:
             await downstream.start(answer.status, _headers_again(answer, arrival.id))
             for start in range(0, len(answer.body), PIECE_BYTES):
-                with anyio.move_on_after(CALLER_STALL_S) as patience:
+                with while_caller_reads():
                     await downstream.send(answer.body[start : start + PIECE_BYTES])
-                if patience.cancelled_caught:
-                    raise CallerStalled
             await downstream.finish()
             ending = Ending.REPLAYED
         finally:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import anyio
 import msgspec
 from litestar import MediaType, Request, Response, delete, get, post
 from litestar.handlers import BaseRouteHandler
@@ -50,8 +49,8 @@ from gateway.downstream.idempotency import IdempotentRequests
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.reading import BodyReaders, Received, Work
 from gateway.downstream.relay import HttpDownstream, send_json
-from gateway.pipeline import CallerStalled, Pipeline
-from gateway.pipeline.caller import CALLER_STALL_S, KEEP_ALIVE, SSE_HEADERS
+from gateway.pipeline import Pipeline
+from gateway.pipeline.caller import KEEP_ALIVE, SSE_HEADERS, while_caller_reads
 from gateway.ports import Clock, Downstream, Headers, Incoming, ResponseStore
 
 PATH = "/v1/responses"
@@ -245,10 +244,8 @@ class Responses:
             CallerStalled: the caller does not read.
         """
         async for events in background.events(job, after):
-            with anyio.move_on_after(CALLER_STALL_S) as patience:
+            with while_caller_reads():
                 await send(_frames(events) or KEEP_ALIVE)
-            if patience.cancelled_caught:
-                raise CallerStalled
 
     async def _job(self, key: str | None, id: str) -> Job | None:
         return None if self._background is None else await self._background.get(key, id)
@@ -524,15 +521,13 @@ class Answer(Downstream):
             UpstreamFailed: the chat completion is invalid.
             CallerStalled: the caller does not read.
         """
-        with anyio.move_on_after(CALLER_STALL_S) as patience:
+        with while_caller_reads():
             if self.asked.incoming.request.stream:
                 if events := self.stream.end():
                     await self._send(events)
             else:
                 await self._send_whole()
             await self.downstream.finish()
-        if patience.cancelled_caught:
-            raise CallerStalled
 
     async def _send(self, events: Sequence[Event]) -> None:
         draft = self.asked.draft

@@ -21,8 +21,7 @@ from gateway.core.values import OnDisconnect
 from gateway.downstream.background import Background, Outage
 from gateway.downstream.relay import HttpDownstream, send_body
 from gateway.events import about
-from gateway.pipeline import CallerStalled
-from gateway.pipeline.caller import CALLER_STALL_S, KEEP_ALIVE, KEEP_ALIVE_S, SSE_HEADERS
+from gateway.pipeline.caller import KEEP_ALIVE, KEEP_ALIVE_S, SSE_HEADERS, while_caller_reads
 from gateway.ports import Clock, Headers
 from gateway.threads import decoded
 
@@ -173,7 +172,7 @@ class WaitingCaller:
         self._comment_at = self._clock.now() + KEEP_ALIVE_S
 
     async def _bounded(self, sent: bytes | GatewayError) -> None:
-        with anyio.move_on_after(CALLER_STALL_S) as patience:
+        with while_caller_reads():
             if not self._is_open:
                 self._is_open = True
                 await self._downstream.start(200, (*SSE_HEADERS, *self._waiter.headers))
@@ -182,8 +181,6 @@ class WaitingCaller:
             else:
                 await self._downstream.fail(sent, sent.code)
                 await self._downstream.finish()
-        if patience.cancelled_caught:
-            raise CallerStalled
 
     # -------------------------------------------------------------- time
 

@@ -5,7 +5,8 @@ response to have started, after which a failure can no longer become a status co
 configured (`keep_alive_after_s`). Moving on to another backend remains possible until the first token.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import anyio
 
@@ -42,6 +43,19 @@ class CallerStalled(Exception):
     """The caller has stopped reading the response."""
 
 
+@contextmanager
+def while_caller_reads() -> Iterator[None]:
+    """Limit the time of a block that sends to the caller.
+
+    Raises:
+        CallerStalled: the caller has stopped reading.
+    """
+    with anyio.move_on_after(CALLER_STALL_S) as patience:
+        yield
+    if patience.cancelled_caught:
+        raise CallerStalled
+
+
 class KeepAlive:
     """Sends SSE comments to the caller of one stream until stopped."""
 
@@ -73,9 +87,7 @@ class KeepAlive:
             pass
 
     async def _unless_over(self, work: Callable[[], Awaitable[None]]) -> None:
-        with anyio.move_on_after(CALLER_STALL_S) as patience:
+        with while_caller_reads():
             async with self._sending:
                 if not self._is_over:
                     await work()
-        if patience.cancelled_caught:
-            raise CallerStalled

@@ -54,9 +54,8 @@ from gateway.core.values import (
     TrafficClass,
 )
 from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s, patient
-from gateway.pipeline import caller
 from gateway.pipeline.attempt import Attempt
-from gateway.pipeline.caller import SSE_HEADERS, CallerStalled, KeepAlive, patience_s
+from gateway.pipeline.caller import SSE_HEADERS, CallerStalled, KeepAlive, patience_s, while_caller_reads
 from gateway.pipeline.deadline import Deadlines
 from gateway.pipeline.first_tokens import FirstTokens
 from gateway.pipeline.request_context import RequestContext
@@ -610,10 +609,8 @@ class Pipeline:
 
     async def _end_with(self, context: RequestContext, error: GatewayError, code: str) -> None:
         """End a stream that failed after its headers were sent."""
-        with anyio.move_on_after(caller.CALLER_STALL_S) as patience:
+        with while_caller_reads():
             await context.downstream.fail(error, code)
-        if patience.cancelled_caught:
-            raise CallerStalled
 
 
 _UNKNOWN = BackendStatus()

@@ -214,7 +214,7 @@ async def test_a_stream_whose_store_stays_away_ends_with_an_error_and_is_taken_u
 async def test_a_stream_that_nobody_reads_is_given_up(
     tmp_path: Path, store: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.downstream.responses.CALLER_STALL_S", 0.2)
+    monkeypatch.setattr("gateway.pipeline.caller.CALLER_STALL_S", 0.2)
     monkeypatch.setattr("gateway.tcp.KEEPALIVE", ((socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14),))
     asked = {**ASK, "background": True, "stream": True, "max_output_tokens": 20_000, "ignore_eos": True}
     body = json.dumps(asked).encode()

@@ -355,7 +355,7 @@ async def test_a_long_answer_is_replayed_whole_or_to_nobody(
     )
 
     assert (await post(one, "/v1/chat/completions", CHAT)).content == long
-    monkeypatch.setattr("gateway.downstream.idempotency.CALLER_STALL_S", 0.2)
+    monkeypatch.setattr("gateway.pipeline.caller.CALLER_STALL_S", 0.2)
     with socket.create_connection((host, int(port))) as caller:
         caller.sendall(head.encode() + body)
         await one.eventually(lambda: len(one.gateway.journal.recent()) == 2)
