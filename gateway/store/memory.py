@@ -33,10 +33,6 @@ class MemoryLedger:
         self._ids = count(1)
         self._on_freed: list[OnFreed] = []
 
-    def new_id(self) -> str:
-        """Return a unique slot id."""
-        return f"{self._owner}{next(self._ids)}"
-
     def on_freed(self, callback: OnFreed) -> None:
         """Register a callback for every release and every first token."""
         self._on_freed.append(callback)
@@ -64,26 +60,22 @@ class MemoryLedger:
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         """See `ports.Ledger.acquire`."""
         reason = admission.full(self.load(backend_id), claim, limits)
-        return self._granted(backend_id, claim) if reason is None else reason
+        return self.grant(backend_id, claim) if reason is None else reason
 
     def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
         """See `ports.Ledger.acquire_at_once`."""
         reason = admission.full(self.load(backend_id), claim, limits)
-        return self._granted(backend_id, claim) if reason is None else None
+        return self.grant(backend_id, claim) if reason is None else None
 
-    def _granted(self, backend_id: str, claim: Load) -> Slot:
-        slot = Slot(self.new_id(), backend_id, claim)
-        self.adopt(slot)
-        return slot
-
-    def adopt(self, slot: Slot) -> None:
-        """Count a slot granted by another ledger, without checking limits."""
-        name = slot.backend
-        held = self._held.get(name)
+    def grant(self, backend_id: str, claim: Load) -> Slot:
+        """Count a slot without checking limits, and return it."""
+        slot = Slot(f"{self._owner}{next(self._ids)}", backend_id, claim)
+        held = self._held.get(backend_id)
         if held is None:
-            held = self._held[name] = {}
-        held[slot.id] = slot.load
-        self._sums[name] = self._sums.get(name, _NOTHING) + slot.load
+            held = self._held[backend_id] = {}
+        held[slot.id] = claim
+        self._sums[backend_id] = self._sums.get(backend_id, _NOTHING) + claim
+        return slot
 
     async def answered(self, slot: Slot) -> None:
         """See `ports.Ledger.answered`."""

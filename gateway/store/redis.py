@@ -196,7 +196,7 @@ class RedisLedger:
         account.placed += 1
         if account.placed * (self.replicas - 1) ** 2 >= PLACED_MAX:
             self._settle_soon(account)
-        return self._adopted(backend_id, claim)
+        return self._own.grant(backend_id, claim)
 
     def release_at_once(self, slot: Slot) -> bool:
         """See `ports.Ledger.release_at_once`. Possible if the slot becomes surplus."""
@@ -326,11 +326,6 @@ class RedisLedger:
             account = self._accounts[backend_id] = Account(backend_id)
         return account
 
-    def _adopted(self, backend_id: str, claim: Load) -> Slot:
-        slot = Slot(self._own.new_id(), backend_id, claim)
-        self._own.adopt(slot)
-        return slot
-
     async def _ask(self, account: Account, claim: Load, limits: Load) -> Slot | Exclusion:
         asked = PendingSlot(claim, limits, asyncio.get_running_loop().create_future())
         account.asked.append(asked)
@@ -411,7 +406,7 @@ class RedisLedger:
         for one, outcome in zip(asked, reply.outcomes, strict=True):
             if not one.outcome.done():
                 one.outcome.set_result(
-                    _REASONS[outcome - 1] if outcome else self._adopted(account.backend, one.claim)
+                    _REASONS[outcome - 1] if outcome else self._own.grant(account.backend, one.claim)
                 )
         has_freed = account.settled(reply, monotonic())
         for future in told:
