@@ -29,7 +29,6 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from time import monotonic
-from typing import TypeVar
 
 import anyio
 
@@ -42,6 +41,7 @@ from gateway.store.facts import Exchange
 from gateway.store.leases import Freed, Leases, News, UrgentFacts
 from gateway.store.memory import MemoryLedger, OnFreed
 from gateway.store.process_name import process_name
+from gateway.store.wire import fail
 
 TTL_S = 15.0
 """Expiry of an account that is not settled: how long the slots of a crashed gateway stay occupied."""
@@ -70,7 +70,6 @@ CATCH_UPS_MAX = 5
 """Maximum rounds of a synchronization to cover slots that were acquired during it."""
 
 _REASONS = tuple(COUNTERS.values())
-T = TypeVar("T")
 OnSync = Callable[[StoreAway | None], None]
 
 
@@ -395,9 +394,9 @@ class RedisLedger:
             away = failure if isinstance(failure, StoreAway) else StoreAway("closed")
             # Requests behind it must not fail one timeout after the other.
             for one in (*asked, *account.asked):
-                _fail(one.outcome, away)
+                fail(one.outcome, away)
             for future in (*told, *account.told):
-                _fail(future, away)
+                fail(future, away)
             account.asked, account.told, self._is_away = [], [], True
             self.resync()
             if failure is not away:
@@ -480,9 +479,3 @@ class RedisLedger:
 
 
 _NOTHING = Load()
-
-
-def _fail(future: asyncio.Future[T], failure: StoreAway) -> None:
-    if not future.done():  # otherwise its caller was cancelled
-        future.set_exception(failure)
-        future.exception()  # marks the exception as retrieved

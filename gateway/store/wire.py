@@ -144,7 +144,7 @@ class _PipelinedConnection(asyncio.Protocol):
             self._writer.transport.abort()
         while self._asked:
             reply, _ = self._asked.popleft()
-            _fail(reply, StoreAway(why))
+            fail(reply, StoreAway(why))
 
     def _leave(self) -> None:
         self._is_left = True
@@ -219,9 +219,9 @@ class _PipelinedConnection(asyncio.Protocol):
             raise ValueError(head)
         reply, _ = self._asked.popleft()
         if head.startswith(b"-NOSCRIPT"):
-            _fail(reply, ScriptMissing("its script is not there"))
+            fail(reply, ScriptMissing("its script is not there"))
         elif is_error:
-            _fail(reply, StoreAway(head[1:].decode(errors="replace")))
+            fail(reply, StoreAway(head[1:].decode(errors="replace")))
             self._leave()
         elif not reply.done():
             reply.set_result(numbers)
@@ -278,7 +278,7 @@ class Subscription(asyncio.Protocol):
         """Close the connection."""
         self._why_closed = self._why_closed or why
         self._is_heard.set()
-        _fail(self._subscribed, StoreAway(self._why_closed))
+        fail(self._subscribed, StoreAway(self._why_closed))
         if self._writer is not None:
             self._writer.transport.abort()
 
@@ -319,7 +319,8 @@ def _taken(connection: AbstractConnection, protocol: asyncio.Protocol) -> asynci
     return writer
 
 
-def _fail(reply: asyncio.Future[Any], failure: StoreAway) -> None:
+def fail(reply: asyncio.Future[Any], failure: StoreAway) -> None:
+    """Have a future raise `failure`."""
     if not reply.done():  # otherwise its caller was cancelled
         reply.set_exception(failure)
         reply.exception()  # marks the exception as retrieved: its caller may be cancelled while connecting
