@@ -142,9 +142,9 @@ class Connections:
         try:
             message: dict[str, Any] | None = await channel.get_message(timeout=READ_S)
         except UNREACHABLE as error:
-            raise StoreAway(f"{type(error).__name__}: {error}") from error
+            raise StoreAway(text_of(error)) from error
         if message is None and (lost := _loss(channel)) is not None:
-            raise StoreAway(f"{type(lost).__name__}: {lost}") from lost
+            raise StoreAway(text_of(lost)) from lost
         return message
 
     async def bounded(self, command: Callable[[], Awaitable[Any]]) -> Any:
@@ -183,7 +183,7 @@ class Connections:
                 self._replies += 1
                 if not _is_full(error):
                     await self._pool.drop_idle()
-            raise StoreAway(f"{type(error).__name__}: {error}") from error
+            raise StoreAway(text_of(error)) from error
 
     async def answer(self, store: str, command: Callable[[], Awaitable[Any]]) -> Any:
         """Run a command as `bounded` does, for the caller of a store with that name.
@@ -207,6 +207,11 @@ class Connections:
         for client in (self.redis, self._listener):
             with suppress(StoreAway):
                 await self.bounded(client.aclose)
+
+
+def text_of(error: BaseException) -> str:
+    """Return what an error says, and of which kind it is."""
+    return f"{type(error).__name__}: {error}"
 
 
 def _is_full(error: ResponseError) -> bool:

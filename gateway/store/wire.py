@@ -20,7 +20,7 @@ from typing import Any
 import anyio
 from redis.asyncio.connection import AbstractConnection
 
-from gateway.store.connections import ONCE_MORE_S, UNREACHABLE, StoreAway, patience
+from gateway.store.connections import ONCE_MORE_S, UNREACHABLE, StoreAway, patience, text_of
 
 WIRES = 2
 """Connections per process. One would suffice; with two, a stalled one does not hold up later commands."""
@@ -113,7 +113,7 @@ class _PipelinedConnection(asyncio.Protocol):
         except TimeoutError:
             self.end(f"no answer within {self._command_s:g} s")
         except UNREACHABLE as error:
-            self.end(_text(error))
+            self.end(text_of(error))
         else:
             if not self._is_left:  # otherwise no command is waiting any more
                 self._writer = _taken(connection, self)
@@ -159,7 +159,7 @@ class _PipelinedConnection(asyncio.Protocol):
         try:
             self._writer.transport.write(data)
         except UNREACHABLE as error:
-            self.end(_text(error))
+            self.end(text_of(error))
 
     def _watch(self) -> None:
         """Enforce the timeout of the oldest command.
@@ -228,7 +228,7 @@ class _PipelinedConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """Fail the commands in progress."""
-        self.end("ConnectionError: the server closed the connection" if error is None else _text(error))
+        self.end("ConnectionError: the server closed the connection" if error is None else text_of(error))
 
 
 class Subscription(asyncio.Protocol):
@@ -305,7 +305,7 @@ class Subscription(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """Notify the subscriber."""
-        self.close("ConnectionError: the server closed the connection" if error is None else _text(error))
+        self.close("ConnectionError: the server closed the connection" if error is None else text_of(error))
 
 
 def _taken(connection: AbstractConnection, protocol: asyncio.Protocol) -> asyncio.StreamWriter:
@@ -348,7 +348,3 @@ def _once_more_s(due: float, now: float, command_s: float) -> float:
     Replies that were not seen because this process stalled say nothing about the server.
     """
     return min(max(now - due, ONCE_MORE_S), command_s)
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
