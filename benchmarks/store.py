@@ -121,7 +121,7 @@ class JobCalls:
     async def claim(self) -> None:
         """Take the next one."""
         worker = self._workers.pop()
-        job = await self._store.claim(worker, None, 3)
+        job = await self._store.claim(worker, [LANE], 3)
         assert job is not None
         self._claimed.append((job.id, 0))
         self._workers.append(worker)

@@ -524,9 +524,9 @@ class JobStore(Protocol):
     # ------------------------------------------------------------ workers
 
     async def claim(
-        self, worker: str, lanes: Collection[str] | None, attempts_max: int, config: str = ""
+        self, worker: str, lanes: Collection[str], attempts_max: int, config: str = ""
     ) -> Job | None:
-        """Claim the next job of these lanes (None: of any lane); None if there is none.
+        """Claim the next job of these lanes; None if there is none.
 
         A job that was refused under the worker's configuration `config` is left to others; see `refuse`.
 

@@ -1,11 +1,10 @@
--- ARGV  worker, token, failures after which a job is given up, the worker's configuration or '', 1 for any lane, then
---       lanes.
+-- ARGV  worker, token, failures after which a job is given up, the worker's configuration or '', then lanes.
 -- Returns the job that was claimed, or nothing, as while jobs are drained. With the token of its last claim: the same job again.
 
 local PAGE, LOOKED_MAX = 100, 10000
 local CLAIMED_MS = 3600000 -- how long a worker may be unable to ask what became of its last claim
-local worker, token, attempts_max, config, any = unpack(ARGV, OWN_ARGUMENTS, OWN_ARGUMENTS + 4)
-local lanes = any == '1' and redis.call('SMEMBERS', key('lanes')) or {unpack(ARGV, OWN_ARGUMENTS + 5)}
+local worker, token, attempts_max, config = unpack(ARGV, OWN_ARGUMENTS, OWN_ARGUMENTS + 3)
+local lanes = {unpack(ARGV, OWN_ARGUMENTS + 4)}
 
 -- What has rested goes again.
 local function wake(lane)

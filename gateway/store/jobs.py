@@ -256,13 +256,12 @@ class RedisJobs:
     # ------------------------------------------------------------ workers
 
     async def claim(
-        self, worker: str, lanes: Collection[str] | None, attempts_max: int, config: str = ""
+        self, worker: str, lanes: Collection[str], attempts_max: int, config: str = ""
     ) -> Job | None:
         """See `ports.JobStore.claim`. If a reply was lost, the next call returns the same job."""
         heard = self._work_heard
         token = self._tokens.setdefault(worker, secrets.token_hex(8))
-        named = () if lanes is None else lanes
-        reply = await self._run("claim", worker, token, attempts_max, config, int(lanes is None), *named)
+        reply = await self._run("claim", worker, token, attempts_max, config, *lanes)
         self._tokens.pop(worker, None)
         job = _job_or_none(reply)
         if job is None:

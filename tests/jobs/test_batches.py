@@ -87,7 +87,7 @@ class Workers:
         while True:
             lanes = await self._store.lanes()
             self.most = max(self.most, sum(lane.queued for lane in lanes))
-            job = await self._store.claim("w", None, 3)
+            job = await self._store.claim("w", [LANE], 3)
             if job is None:
                 await anyio.sleep(0.005)
                 continue

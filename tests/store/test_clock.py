@@ -69,7 +69,7 @@ async def test_jobs_of_a_worker_that_died_and_jobs_that_rest_go_on(world: JobWor
     with anyio.fail_after(WITHIN_S):
         while len(found) < 2:
             assert await jobs.beat("second", [("alive", 1)]) == []
-            if (job := await jobs.claim("third", None, 3)) is not None:
+            if (job := await jobs.claim("third", [LANE], 3)) is not None:
                 found[job.id] = job
             await jobs.beat("third", [(job.id, job.attempt) for job in found.values()])
     assert {id: (job.attempt, job.failures) for id, job in found.items()} == {"rests": (2, 0), "dead": (2, 1)}

@@ -180,15 +180,14 @@ class JobHistories(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ workers
 
-    @rule(worker=workers, lanes=st.sampled_from([("m/light",), ("m/push",), LANES, None]))
-    def claim(self, worker: int, lanes: tuple[str, ...] | None) -> None:
+    @rule(worker=workers, lanes=st.sampled_from([("m/light",), ("m/push",), LANES]))
+    def claim(self, worker: int, lanes: tuple[str, ...]) -> None:
         due = [job for job in self.of(JobStatus.QUEUED) if job.rests and job.is_due]
-        lanes = lanes or (LANES if due else None)  # which of all lanes is seen first is the server's choice
         claimed = self.run(self.stores[worker].claim(f"w{worker}", lanes, ATTEMPTS_MAX, f"c{worker}"))
         for job in sorted(due, key=lambda job: (job.lane, job.id)):
-            if job.lane in (lanes or LANES):
+            if job.lane in lanes:
                 self.queue(job, is_new=False)
-        while heads := self.heads(lanes or LANES, worker):
+        while heads := self.heads(lanes, worker):
             head = min(heads, key=lambda job: job.rank)
             if head.failures < ATTEMPTS_MAX:
                 break
@@ -415,7 +414,7 @@ class JobHistories(RuleBasedStateMachine):
         for lane in LANES:
             for id in await self.redis.zrange(self.world.key("resting", lane), 0, -1):
                 await self.redis.zadd(self.world.key("resting", lane), {str(id): 1})
-        while job := await self.stores[0].claim("w0", None, ATTEMPTS_MAX):
+        while job := await self.stores[0].claim("w0", LANES, ATTEMPTS_MAX):
             assert await self.stores[0].finish(job.id, job.attempt, JobStatus.COMPLETED)
 
 

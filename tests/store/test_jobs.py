@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 from redis.asyncio import Redis
-from support.job_world import LANE, LEFT, QUOTA, JobWorld, new_job
+from support.job_world import LANE, LANES, LEFT, QUOTA, JobWorld, new_job
 from support.redis_server import RedisServer, limited, own_server
 
 from gateway.clock import SystemClock
@@ -60,7 +60,7 @@ async def get(jobs: RedisJobs, id: str) -> Job:
     return job
 
 
-async def claimed(jobs: RedisJobs, worker: str = "w", lanes: list[str] | None = None) -> list[str]:
+async def claimed(jobs: RedisJobs, worker: str = "w", lanes: Collection[str] = LANES) -> list[str]:
     """Return the ids of the jobs that can be claimed now, in order."""
     ids = []
     while job := await jobs.claim(worker, lanes, 3):
@@ -238,7 +238,7 @@ async def test_lanes_do_not_wait_for_each_other(world: JobWorld, jobs: RedisJobs
 async def test_of_several_lanes_what_came_first_goes_first(world: JobWorld, jobs: RedisJobs) -> None:
     for number in range(6):
         await world.submit(jobs, str(number), lane=f"m/{number % 3}")
-    assert await claimed(jobs) == list("012345")
+    assert await claimed(jobs, lanes=["m/0", "m/1", "m/2"]) == list("012345")
 
 
 async def test_a_claim_says_who_has_it_and_which_attempt_it_is(world: JobWorld, jobs: RedisJobs) -> None:
@@ -346,10 +346,10 @@ async def test_nobody_is_lost_while_nobody_could_be_heard(world: JobWorld, jobs:
     long_ago = int((await world.redis.time())[0] - 600) * 1000
     await world.redis.hset(world.key("clock"), "heard", str(long_ago))
 
-    assert await jobs.claim("other", None, 3) is None
+    assert await jobs.claim("other", [LANE], 3) is None
     assert await jobs.beat("w", [("a", 1)]) == []
     await world.is_due()
-    assert await jobs.claim("other", None, 3) is None
+    assert await jobs.claim("other", [LANE], 3) is None
     await world.lose_worker_of("a")
     assert (await world.claim(jobs, "other")).id == "a"
 
@@ -558,7 +558,7 @@ async def test_a_job_is_kept_from_its_end_and_then_nothing_of_it_is_left(
     assert [49_000 < await world.redis.pttl(key) <= 50_000 for key in keys] == [True, True]
     assert await world.quota() == (0, 2 * SIZE + 1)
     await world.keep_is_over("a", "b")
-    await jobs.claim("w", None, 3)
+    await jobs.claim("w", [LANE], 3)
     assert (await world.names()) <= LEFT
     assert await jobs.find() == []
 
@@ -622,7 +622,7 @@ async def test_whoever_waits_for_a_job_hears_of_every_change(world: JobWorld, jo
                 await is_heard(world, "a")
                 await change
 
-        await changes(JobStatus.QUEUED, 0, there.claim("w", None, 3))
+        await changes(JobStatus.QUEUED, 0, there.claim("w", [LANE], 3))
         await changes(JobStatus.IN_PROGRESS, 0, there.append("a", 1, Chunk(0, 1, b"x")))
         await changes(JobStatus.IN_PROGRESS, 1, there.append("a", 1, Chunk(1, 1, b"x")))
         await changes(JobStatus.IN_PROGRESS, 2, there.give_back("a", 1))
@@ -703,7 +703,7 @@ async def test_workers_are_woken_by_new_jobs_and_by_those_given_back(
 
         async def wakes(change: Any) -> None:
             with anyio.fail_after(WITHIN_S):
-                assert await jobs.claim("w", None, 3) is None
+                assert await jobs.claim("w", [LANE], 3) is None
                 await change  # between the look and the wait
                 await jobs.waiting(1000.0)
 
@@ -945,7 +945,7 @@ async def test_a_store_that_is_away_says_so_and_comes_back(
         lambda: jobs.get("a"),
         lambda: jobs.chunks("a"),
         lambda: jobs.changed("a", 0, 10.0),
-        lambda: jobs.claim("w", None, 3),
+        lambda: jobs.claim("w", [LANE], 3),
         lambda: jobs.lanes(),
     ]
     for call in calls:
@@ -973,7 +973,7 @@ async def test_a_store_that_refuses_is_not_back_because_it_can_be_read(
         for number in range(3):
             with pytest.raises(StoreUnavailable, match="The job store refuses this"):
                 await jobs.submit(new_job(f"{number}"), QUOTA)
-            assert await jobs.get("0") is await jobs.claim("w", None, 3) is None
+            assert await jobs.get("0") is await jobs.claim("w", [LANE], 3) is None
         assert jobs.is_refusing is (refused_s > 0)
         watch = QueueWatch(jobs, SystemClock())
         await watch.look()
@@ -1011,14 +1011,14 @@ async def test_a_claim_whose_reply_was_lost_is_the_next_one_s_answer(stoppable: 
     await jobs.claim("w", [], 3)
     stoppable.stall()
     with pytest.raises(StoreUnavailable):
-        await jobs.claim("w", None, 3)
+        await jobs.claim("w", [LANE], 3)
     stoppable.resume()
     with anyio.fail_after(WITHIN_S):
         while (await get(jobs, "a")).status is not JobStatus.IN_PROGRESS:
             pass
-    job = await jobs.claim("w", None, 3)
+    job = await jobs.claim("w", [LANE], 3)
     assert job is not None and (job.id, job.attempt) == ("a", 1)
-    job = await jobs.claim("w", None, 3)
+    job = await jobs.claim("w", [LANE], 3)
     assert job is not None and job.id == "b"
     await jobs.aclose()
 
@@ -1047,10 +1047,10 @@ async def test_a_job_is_found_behind_many_that_others_are_to_run(world: JobWorld
         await jobs.beat(config, (), Serving(config, frozenset({"m"})))
     error = JobError("no_backend", "No backend can take it.")
     for _ in ids:
-        job = await jobs.claim("w", None, 3, "one")
+        job = await jobs.claim("w", [LANE], 3, "one")
         assert job is not None
         await jobs.refuse(job.id, 1, error, config="one", attempts_max=3, after_s=0.0)
-    job = await jobs.claim("w", None, 3, "one")
+    job = await jobs.claim("w", [LANE], 3, "one")
     assert job is not None and job.id == "behind"
 
 
@@ -1085,7 +1085,7 @@ async def test_the_documented_acl_is_enough(stoppable: RedisServer) -> None:
                 await jobs.give_back("a", 1, after_s=0.001)
                 while not await claimed(jobs):
                     pass
-                while (await jobs.claim("another", None, 3)) is None:  # until the first is lost
+                while (await jobs.claim("another", [LANE], 3)) is None:  # until the first is lost
                     pass
             assert await jobs.beat("another", [("a", 3)], Serving("one", frozenset({"m"}))) == []
             await jobs.beat("w", [], Serving("two", frozenset({"m"})))

@@ -175,7 +175,7 @@ async def test_jobs_are_known_and_worked_off(stoppable: RedisServer) -> None:
     had: dict[str, tuple[int, int]] = {}
     with anyio.fail_after(WITHIN_S):
         while len(had) < 4:
-            if (job := await jobs.claim("new", None, 3)) is None:
+            if (job := await jobs.claim("new", ["m/light"], 3)) is None:
                 continue
             assert await jobs.append(job.id, job.attempt, Chunk(job.chunks, job.attempt, b"y"), job.claim)
             assert await jobs.finish(job.id, job.attempt, JobStatus.COMPLETED, claim=job.claim)

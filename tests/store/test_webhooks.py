@@ -122,7 +122,7 @@ async def test_nothing_is_kept_where_nobody_has_endpoints(store: Store, open_: O
 
 
 async def finish(jobs: RedisJobs) -> None:
-    job = await jobs.claim("w", None, 3)
+    job = await jobs.claim("w", ["m/light"], 3)
     assert job is not None
     assert not await jobs.finish(job.id, job.attempt + 1, JobStatus.FAILED)  # not by another
     assert await jobs.finish(job.id, job.attempt, JobStatus.COMPLETED)

@@ -10,6 +10,7 @@ from gateway.core.jobs import Job, NewJob, Quota
 from gateway.store.jobs import RedisJobs
 
 LANE = "m/light"
+LANES = (LANE, "m/push")
 LONG_S = 1000.0  # nothing is lost by itself
 QUOTA = Quota()
 LEFT = {"arrivals", "clock", "claimed", "submitted", "ends", "totals", "serving"}
@@ -46,7 +47,7 @@ class JobWorld:
         return cast("list[Job]", accepted)
 
     async def claim(self, jobs: RedisJobs, worker: str = "w", attempts_max: int = 3) -> Job:
-        job = await jobs.claim(worker, None, attempts_max)
+        job = await jobs.claim(worker, LANES, attempts_max)
         assert job is not None
         return job
 
