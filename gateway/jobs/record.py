@@ -27,6 +27,7 @@ class JobRecord(Downstream):
     """`ports.Downstream` of one attempt at a job. `run` must be running while the answer arrives.
 
     Attributes:
+        chunks: The job's current number of chunks.
         error: Why an answer failed after it had begun; None if it has not.
         is_lost: Whether this attempt no longer holds the job.
         has_gap: Whether the store has lost chunks, so that the job must continue from the stored ones.
@@ -44,14 +45,13 @@ class JobRecord(Downstream):
         self._store = store
         # Not the job: the end of `run` is an error in a cycle, which would hold the body for long.
         self._id, self._attempt, self._claim = job.id, job.attempt, job.claim
-        self._number = job.chunks
+        self.chunks = job.chunks
         self._restarts = restarts
         self._on_start: Callable[[], None] | None = on_start
         self._gathered = bytearray()
         self._unwritten: Chunk | None = None
         self._has_some = anyio.Event()
         self._has_room = anyio.Event()
-        self._writing = anyio.Lock()
         self.error: GatewayError | None = None
         self.is_lost = self.has_gap = False
 
@@ -108,13 +108,12 @@ class JobRecord(Downstream):
         Raises:
             StoreUnavailable: it may not have been written; call `write` again.
         """
-        async with self._writing:
-            if self._unwritten is None and self._gathered:
-                self._unwritten = self._next_chunk()
-            if self._unwritten is not None and not self._is_over:
-                await self._append(self._unwritten)
-                self._unwritten = None
-            self._has_room.set()
+        if self._unwritten is None and self._gathered:
+            self._unwritten = self._next_chunk()
+        if self._unwritten is not None and not self._is_over:
+            await self._append(self._unwritten)
+            self._unwritten = None
+        self._has_room.set()
 
     async def _append(self, chunk: Chunk) -> None:
         try:
@@ -126,8 +125,8 @@ class JobRecord(Downstream):
             self.is_lost = not is_held
 
     def _next_chunk(self) -> Chunk:
-        chunk = Chunk(self._number, self._attempt, bytes(self._gathered), self._restarts)
-        self._number += 1
+        chunk = Chunk(self.chunks, self._attempt, bytes(self._gathered), self._restarts)
+        self.chunks += 1
         self._restarts = False
         self._gathered.clear()
         return chunk
@@ -139,8 +138,3 @@ class JobRecord(Downstream):
     @property
     def _is_behind(self) -> bool:
         return self._unwritten is not None or bool(self._gathered)
-
-    @property
-    def chunks(self) -> int:
-        """The job's current number of chunks."""
-        return self._number
