@@ -170,7 +170,6 @@ class DirectCall(HttpDownstream):
     scope: anyio.CancelScope
     method = "POST"
     message_event = _NULL_EVENT
-    is_started = False
     response_complete = False
     keep_alive = True
     disconnected = False

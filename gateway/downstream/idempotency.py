@@ -192,7 +192,6 @@ class Recording(HttpDownstream):
 
     def __init__(self, caller: HttpDownstream, mark: HeldKey, idempotency: IdempotentRequests) -> None:
         """Relay to `caller`."""
-        super().__init__()
         self._caller = caller
         self._mark = mark
         self._idempotency = idempotency

@@ -30,9 +30,7 @@ class HttpDownstream(Downstream, ABC):
         is_started: Whether the status has been sent.
     """
 
-    def __init__(self) -> None:
-        """Start with nothing sent."""
-        self.is_started = False
+    is_started = False
 
     @abstractmethod
     async def start(self, status: int, headers: Headers) -> None:
@@ -116,7 +114,6 @@ class AsgiDownstream(HttpDownstream):
 
     def __init__(self, send: Send) -> None:
         """Answer through `send`."""
-        super().__init__()
         self._send = send
 
     async def start(self, status: int, headers: Headers) -> None:
