@@ -83,8 +83,6 @@ class DirectProtocol(GuardedProtocol):
     def _learn(self, data: bytes) -> None:
         """Learn the head of the request that has just begun with `data`, unless heads vary here."""
         head = self._call.head
-        if head is None:
-            return
         self._may_learn -= 1
         own = replace(head, headers=head.headers.copy())  # the other is the request's
         self._template = HeadTemplate.learned(data, b"POST %b HTTP/1.1" % _PATH, self._call.headers, own)

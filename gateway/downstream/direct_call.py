@@ -185,7 +185,7 @@ class DirectCall(HttpDownstream):
 
     def __init__(self, protocol: Connection, chats: Chats, head: Head) -> None:
         """Start receiving the body of a request with that head."""
-        self.head: Head | None = head
+        self.head = head
         self.headers: Headers = protocol.headers
         self._protocol = protocol
         self._transport = protocol.transport
@@ -303,7 +303,7 @@ class DirectCall(HttpDownstream):
         self.is_started = True
         fields = [*self._protocol.server_state.default_headers, *headers]
         if self._chats.origins.allowed:
-            fields += self._chats.origins.fields(self._origin())
+            fields += self._chats.origins.fields(self.head.headers.get("origin", ""))
         by_name = dict(fields)
         if b"connection" in by_name:  # only sent to close the connection
             self.keep_alive = False
@@ -378,9 +378,6 @@ class DirectCall(HttpDownstream):
         if not self.disconnected:
             self._transport.write(self._unwritten_head + data)
             self._unwritten_head = b""
-
-    def _origin(self) -> str:
-        return self.head.headers.get("origin", "") if self.head is not None else ""
 
     def _write_head(self) -> None:
         if self._unwritten_head and not self.disconnected:
