@@ -67,7 +67,6 @@ class Attempt:
     _started_at = 0.0
     _connected_at: float | None = None
     _first_byte_at: float | None = None
-    _is_answered = False
     _outcome: Outcome | None = None
     _detail = ""
     _is_given_up = False
@@ -108,18 +107,13 @@ class Attempt:
         self._held: list[bytes] = []  # comments and empty first events, held back until there is content
 
     @property
-    def is_answered(self) -> bool:
-        """Whether the response to the caller has begun; after that, another backend cannot take over."""
-        return self._is_answered
-
-    @property
     def is_job(self) -> bool:
         """Whether its request is a job, whose caller is the store."""
         return self._context.incoming.request.is_job
 
     def give_up(self) -> None:
         """End the attempt, unless it was already answered, because its backend is lost."""
-        if not self.is_answered:
+        if not self._context.is_answered:
             self._is_given_up = True
             self._deadline.move(-inf)
 
@@ -191,7 +185,7 @@ class Attempt:
             raise CallerStalled
         if self._is_cut:
             self._outcome = Outcome.CANCELLED
-            raise StreamBroken("This gateway is shutting down.") if self.is_answered else Draining
+            raise StreamBroken("This gateway is shutting down.") if self._context.is_answered else Draining
         self._outcome = Outcome.TIMEOUT
         raise UpstreamTimeout("The backend stopped responding.") if self._is_given_up else self._overdue()
 
@@ -200,7 +194,7 @@ class Attempt:
         if self._first_byte_at is not None:
             late = self._now() >= self._last_moment
             what = f"finish within {limits.total_s:g} s" if late else f"send anything for {limits.idle_s:g} s"
-            kind = StreamBroken if self.is_answered else UpstreamTimeout
+            kind = StreamBroken if self._context.is_answered else UpstreamTimeout
             return kind(f"The backend did not {what}.")
         waited = limits.first_byte_s if self._plan.is_streamed else limits.total_s
         return UpstreamTimeout(f"The backend did not answer within {waited:g} s.")
@@ -300,7 +294,7 @@ class Attempt:
         """Send the reader's remaining output after the last read."""
         owed = self._reader.end()
         if owed:
-            if not self.is_answered:
+            if not self._context.is_answered:
                 await self._begin_stream()
             await self._send(self._context.downstream.send(self._let_go() + owed))
 
@@ -312,7 +306,7 @@ class Attempt:
     def _await_more(self) -> None:
         """Restart the idle timeout for the next read."""
         reader = self._reader
-        self._is_relayed = reader.is_done and self.is_answered
+        self._is_relayed = reader.is_done and self._context.is_answered
         self._deadline.move(self._now() + (END_OF_BODY_S if reader.is_done else self._idle_s))
 
     # -------------------------------------------------------------- `ports.StreamTransform`
@@ -414,9 +408,8 @@ class Attempt:
         await self._context.start(200, SSE_HEADERS)
 
     async def _note_begun(self) -> None:
-        """Note that the response begins: the point of no return."""
+        """Note the time of the first token for the request, whose response begins with it."""
         await self._note_first_token()
-        self._is_answered = True
         self._context.first_byte_at = self._first_byte_at
 
     # -------------------------------------------------------------- failures
@@ -433,7 +426,7 @@ class Attempt:
         """Return the error for a 200 response that is invalid, or does not match the request."""
         if isinstance(fault, UnfitAnswer):
             self._outcome = Outcome.UNFIT
-            if self.is_answered:
+            if self._context.is_answered:
                 return StreamBroken(fault.message)
             return AnswerUnfit(fault.message, code=fault.code)
         self._detail = fault.gist or "status 200, but an error or an invalid answer"
@@ -442,7 +435,7 @@ class Attempt:
         if is_stopping:
             self._detail = "the engine aborted the request: it is stopping"
         self._outcome = Outcome.DRAINING if is_stopping else Outcome.FAILED
-        if self.is_answered:
+        if self._context.is_answered:
             return StreamBroken("The backend failed before the answer was complete.")
         if is_stopping:
             return UpstreamBusy("The backend is stopping.", retry_after_s=1)
