@@ -34,7 +34,7 @@ from gateway.app import Gateway
 from gateway.core.health import State
 from gateway.simulator.options import SimulatorOptions
 from gateway.simulator.server import simulator
-from gateway.store.embedded import embedded_valkey
+from gateway.store.embedded import valkey_in
 
 PROFILE = "h100-tp1-light"
 BACKENDS = ("light-0", "light-1")
@@ -65,7 +65,7 @@ async def site(rules: Mapping[str, float]) -> AsyncIterator[openai.AsyncOpenAI]:
             "backends": {name: {"url": url, "profile": PROFILE} for name, url in urls.items()},
             "pools": {"light": {"backends": list(urls), "jobs": dict(rules)}},
             "models": {"gemma-4": {"classes": [{"class": "chat", "pools": ["light"]}]}},
-            "store": {"url": await stack.enter_async_context(embedded_valkey())},
+            "store": {"url": (await stack.enter_async_context(valkey_in(folder))).url},
             "jobs": {},
         }
         config.write_text(yaml.safe_dump(document), encoding="utf-8")

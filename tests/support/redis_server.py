@@ -88,7 +88,8 @@ class RedisServer:
         Its data are in the folder too, if it `keeps` them.
         """
         # Its title would overwrite the environment that it is found by: support/leftovers.py.
-        self._command = [*server_command(binary, folder, port=port, keeps=keeps), "--set-proc-title", "no"]
+        more = ["--port", str(port), "--set-proc-title", "no"]
+        self._command = [*server_command(binary, folder, keeps=keeps), *more]
         self.url = f"unix://{socket_path(folder)}"
         self.tcp_url = f"redis://127.0.0.1:{port}"
         self._folder = folder
