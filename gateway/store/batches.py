@@ -28,7 +28,7 @@ from gateway.core.batches import (
 )
 from gateway.core.jobs import Idempotency, NewJob, Quota
 from gateway.store.connections import Connections, milliseconds
-from gateway.store.jobs import LOST_S, PROMISE_S, key_of, owner_of, promised, refuse_revoked
+from gateway.store.jobs import LOST_S, PROMISE_S, key_of, owner_of, promised, refuse_revoked, words_of
 
 COMMAND_S = 5.0
 """Timeout of a command, and of waiting for a connection: a line may be megabytes long."""
@@ -163,25 +163,8 @@ class RedisBatches:
         self, claim: BatchClaim, line: RunningLine, offset: int, job: NewJob, quota: Quota
     ) -> bool:
         """See `ports.BatchStore.submit`."""
-        return bool(
-            await self._held(
-                "submit",
-                claim,
-                line.number,
-                offset,
-                line.custom_id.encode(),
-                quota.queued_max,
-                quota.bytes_max,
-                job.id,
-                owner_of(job.key, job.batch),
-                job.lane,
-                job.priority,
-                job.body,
-                job.facts,
-                milliseconds(job.keep_s),
-                "" if job.expires_s is None else milliseconds(job.expires_s),
-            )
-        )
+        words = (line.number, offset, line.custom_id.encode(), quota.queued_max, quota.bytes_max)
+        return bool(await self._held("submit", claim, *words, *words_of(job)))
 
     async def write(self, claim: BatchClaim, number: int, offset: int, count: int, lines: bytes) -> None:
         """See `ports.BatchStore.write`."""

@@ -139,14 +139,7 @@ class RedisJobs:
         digest, fingerprint = promised(job.key, idempotency)
         reply = await self._run(
             "submit",
-            job.id,
-            owner_of(job.key, job.batch),
-            job.lane,
-            job.priority,
-            job.body,
-            job.facts,
-            milliseconds(job.keep_s),
-            "" if job.expires_s is None else milliseconds(job.expires_s),
+            *words_of(job),
             job.batch,
             quota.queued_max,
             quota.bytes_max,
@@ -533,6 +526,13 @@ def promised(key: str | None, idempotency: Idempotency | None) -> tuple[str, str
 def _digest(*words: str) -> str:
     parts = (f"{len(word)}:{word}" for word in words)  # length-prefixed: no two lists collide
     return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+
+def words_of(job: NewJob) -> Sequence[str | bytes | int]:
+    """Return a job as scripts that accept it read it."""
+    expires_ms = "" if job.expires_s is None else milliseconds(job.expires_s)
+    owner, keep_ms = owner_of(job.key, job.batch), milliseconds(job.keep_s)
+    return job.id, owner, job.lane, job.priority, job.body, job.facts, keep_ms, expires_ms
 
 
 def _words(error: JobError) -> tuple[str, str, str]:
