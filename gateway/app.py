@@ -265,7 +265,7 @@ class Gateway:
         )
         self.chats: Chats | None = self.applications.chats  # None: all of them are handled by ASGI
         self.batch_runner = parts.batch_runner(
-            settings, self.name, self.batching, self.jobs, self.applications.batch_lines
+            settings, self.batching, self.jobs, self.applications.batch_lines
         )
         self.reloader = Reloader(
             settings,

@@ -264,14 +264,14 @@ def batching(settings: Settings, revocations: Revocations) -> Batching | None:
 
 
 def batch_runner(
-    settings: Settings, name: str, batching: Batching | None, jobs: "RedisJobs | None", lines: BatchLines
+    settings: Settings, batching: Batching | None, jobs: "RedisJobs | None", lines: BatchLines
 ) -> BatchRunner | None:
-    """Return the batch runner of this process, which is called `name`; None without jobs."""
+    """Return the batch runner of this process; None without jobs."""
     section = settings.jobs
     if section is None or batching is None or jobs is None:
         return None
     rules = BatchRules(queued_max=section.batches.queued_max_per_key)
-    return BatchRunner(batching.batches, batching.files, jobs, name, lines.job, rules)
+    return BatchRunner(batching.batches, batching.files, jobs, lines.job, rules)
 
 
 def webhooks(

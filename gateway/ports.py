@@ -674,7 +674,7 @@ class BatchStore(Protocol):
 
     # ------------------------------------------------------------ runners
 
-    async def take(self, runner: str) -> BatchClaim | None:
+    async def take(self) -> BatchClaim | None:
         """Claim the oldest batch without a runner; None if there is none."""
 
     async def look(self, claim: BatchClaim) -> BatchSnapshot:

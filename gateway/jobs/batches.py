@@ -87,13 +87,11 @@ class BatchRunner:
         batches: BatchStore,
         files: FileStore,
         jobs: JobStore,
-        name: str,
         read_line: ReadLine,
         rules: BatchRules,
     ) -> None:
-        """Process batches under the unique name `name`."""
+        """Process the batches of a store."""
         self._batches, self._files, self._jobs = batches, files, jobs
-        self._name = name
         self._read_line = read_line
         self._rules = rules
         self._quota = Quota(rules.queued_max, rules.bytes_max)
@@ -127,7 +125,7 @@ class BatchRunner:
         if self._taken >= self._rules.taken_max:
             return None
         try:
-            return await self._batches.take(self._name)
+            return await self._batches.take()
         except StoreUnavailable:
             await anyio.sleep(AGAIN_S)
             return None

@@ -42,7 +42,7 @@ redis.call(
     'HSET', key('batch', id), 'owner', owner, 'endpoint', endpoint, 'input', input, 'metadata', metadata,
     'headers', headers, 'output_keep', keep, 'created', now, 'expires', now + expires, 'status', 'validating',
     'times', '', 'total', 0, 'completed', 0, 'failed', 0, 'errors', '', 'output', '', 'error', '',
-    'runner', '', 'until', 0, 'fence', 0, 'cursor', 0, 'offset', 0
+    'until', 0, 'fence', 0, 'cursor', 0, 'offset', 0
 )
 remember_submitted(digest, fingerprint, id, promise_ms)
 redis.call('HINCRBY', key('file', input), 'uses', 1)

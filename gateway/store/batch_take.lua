@@ -1,7 +1,7 @@
--- ARGV  runner, lease in ms, how many batches of one owner may be worked at.
+-- ARGV  lease in ms, how many batches of one owner may be worked at.
 -- Returns the oldest batch that nobody works at, with fence, cursor and offset behind it; or nothing.
 
-local runner, lease, each_max = unpack(ARGV, OWN_ARGUMENTS)
+local lease, each_max = unpack(ARGV, OWN_ARGUMENTS)
 local LOOKED_MAX = 10000
 local counts, first = {}, nil
 
@@ -34,6 +34,6 @@ if not first then
     return false
 end
 local fence = redis.call('HINCRBY', key('batch', first), 'fence', 1)
-redis.call('HSET', key('batch', first), 'runner', runner, 'until', now + lease)
+redis.call('HSET', key('batch', first), 'until', now + lease)
 local place = redis.call('HMGET', key('batch', first), 'cursor', 'offset')
 return {show_batch(first), tostring(fence), place[1], place[2]}

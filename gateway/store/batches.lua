@@ -1,7 +1,7 @@
 -- Shared code of the batch scripts; prepended to each of them, after webhooks.lua, jobs.lua and files.lua.
 -- Redis 6.2 commands only.
 --
--- batch:<id>        HASH    a batch, its lease (runner, until), and its progress (cursor, offset)
+-- batch:<id>        HASH    a batch, its lease (fence, until), and its progress (cursor, offset)
 -- lines:<id>        HASH    job id -> "number custom_id" of the lines that are jobs without a written result
 -- done:<id>         LIST    those of them whose jobs have ended, in that order
 -- batches:<owner>   ZSET    ids in the order of creation

@@ -125,9 +125,9 @@ class RedisBatches:
 
     # ------------------------------------------------------------ runners
 
-    async def take(self, runner: str) -> BatchClaim | None:
+    async def take(self) -> BatchClaim | None:
         """See `ports.BatchStore.take`."""
-        found = await self._run("take", runner, self._lease_ms, self._each_max)
+        found = await self._run("take", self._lease_ms, self._each_max)
         if found is None:
             return None
         batch, fence, number, offset = found

@@ -103,7 +103,7 @@ async def running(
     world: BatchWorld, read: Any = read_line, rules: BatchRules = RULES, batches: Any = None
 ) -> AsyncIterator[BatchRunner]:
     """Run a runner while the block runs."""
-    runner = BatchRunner(batches or world.open(), world.files, world.jobs, "r", read, rules)
+    runner = BatchRunner(batches or world.open(), world.files, world.jobs, read, rules)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(runner.run)
         yield runner
@@ -393,9 +393,9 @@ class Unreliable:
         return ask
 
 
-def runner_on(stores: list[Any], name: str) -> BatchRunner:
+def runner_on(stores: list[Any]) -> BatchRunner:
     batches, files, jobs = stores
-    return BatchRunner(batches, files, jobs, name, read_line, RULES)
+    return BatchRunner(batches, files, jobs, read_line, RULES)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -405,7 +405,7 @@ async def test_replies_that_are_lost_cost_no_line_and_double_none(world: BatchWo
         await make(world, jsonl(60), id)
     # Whoever does not hear that it has taken a batch leaves it until the lease is over.
     stores = (world.open(lease_s=0.5), world.files, world.jobs)
-    runners = [runner_on([Unreliable(store, dice) for store in stores], f"r{n}") for n in range(2)]
+    runners = [runner_on([Unreliable(store, dice) for store in stores]) for _ in range(2)]
     async with working(world) as workers, anyio.create_task_group() as tasks:
         for runner in runners:
             tasks.start_soon(runner.run)
@@ -431,8 +431,8 @@ async def test_runners_that_are_thought_dead_double_nothing(world: BatchWorld, s
             await world.lose_runner_of("batch_1")
 
     async with working(world) as workers, anyio.create_task_group() as tasks:
-        for number in range(3):
-            runner = BatchRunner(world.open(), world.files, world.jobs, f"r{number}", read_line, RULES)
+        for _ in range(3):
+            runner = BatchRunner(world.open(), world.files, world.jobs, read_line, RULES)
             tasks.start_soon(runner.run)
         tasks.start_soon(lose)
         batch = await ended(world)
@@ -479,7 +479,7 @@ async def test_a_runner_that_is_stopped_lets_its_batches_go(world: BatchWorld) -
     await make(world, jsonl(20))
     async with running(world):
         await until(world, lambda batch: batch.total == 20)
-    claim = await world.open().take("another")
+    claim = await world.open().take()
     assert claim is not None
     assert claim.number == RULES.queued_max
 
@@ -515,7 +515,7 @@ async def test_a_batch_goes_on_from_whatever_step_its_runner_died_in(world: Batc
             # A command that is under way when it dies may take the batch yet.
             mortal = world.open(lease_s=0.5)
             stores = (mortal, world.files, world.jobs)
-            first = runner_on([Mortal(store, left) for store in stores], "first")
+            first = runner_on([Mortal(store, left) for store in stores])
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(first.run)
                 with anyio.fail_after(WITHIN_S):

@@ -214,11 +214,11 @@ async def test_a_batch_is_cancelled_while_it_can_be(world: BatchWorld) -> None:
 async def test_a_batch_has_one_runner_and_another_once_that_is_lost(world: BatchWorld) -> None:
     one, two = world.open(), world.open()
     made = await world.batch(one)
-    first = await world.take(one, "one")
-    assert await two.take("two") is None
+    first = await world.take(one)
+    assert await two.take() is None
 
     await world.lose_runner_of(made.id)
-    second = await world.take(two, "two")
+    second = await world.take(two)
     assert second.batch.id == made.id
     assert second.fence != first.fence
 
@@ -234,12 +234,12 @@ async def test_a_batch_has_one_runner_and_another_once_that_is_lost(world: Batch
         with pytest.raises(BatchLost):
             await ask()
     await one.release(first)
-    assert await one.take("one") is None
+    assert await one.take() is None
     found = await one.get(made.id)
     assert found == made
     assert await world.jobs.find() == []
     await two.release(second)
-    assert (await world.take(one, "one")).batch.id == made.id
+    assert (await world.take(one)).batch.id == made.id
 
 
 async def test_a_batch_that_is_over_is_given_to_nobody_and_kept_for_a_while(world: BatchWorld) -> None:
@@ -249,7 +249,7 @@ async def test_a_batch_that_is_over_is_given_to_nobody_and_kept_for_a_while(worl
     await batches.move(claim, S.VALIDATING, S.FAILED)
     await world.lose_runner_of("batch_1")
 
-    assert await batches.take("two") is None
+    assert await batches.take() is None
     assert await batches.get("batch_1") is not None
 
 
@@ -270,12 +270,12 @@ async def test_a_lease_is_no_longer_than_a_lease_though_the_servers_clock_went_b
     await world.batch(batches)
     await world.take(batches)
     until: Any = await world.redis.hget(world.key("batch", "batch_1"), "until")
-    assert await batches.take("two") is None
+    assert await batches.take() is None
     assert await world.redis.hget(world.key("batch", "batch_1"), "until") == until
     later = int(until) + 3_600_000
     await world.redis.hset(world.key("batch", "batch_1"), "until", later)
 
-    assert await batches.take("two") is None
+    assert await batches.take() is None
     now: Any = await world.redis.hget(world.key("batch", "batch_1"), "until")
     assert int(until) <= int(now) < int(until) + 60_000
 
@@ -290,7 +290,7 @@ async def test_whatever_a_runner_does_keeps_the_batch_its_own(world: BatchWorld)
     ):
         await world.lose_runner_of(claim.batch.id)
         await ask()
-        assert await batches.take("two") is None
+        assert await batches.take() is None
 
 
 async def test_no_key_takes_all_runners(world: BatchWorld) -> None:
@@ -298,7 +298,7 @@ async def test_no_key_takes_all_runners(world: BatchWorld) -> None:
     for number in range(4):
         await world.batch(batches, id=f"batch_a{number}", input_file_id=f"file-{number}")
     await world.batch(batches, id="batch_b", input_file_id="file-b", key="bob")
-    taken = [await batches.take("w") for _ in range(4)]
+    taken = [await batches.take() for _ in range(4)]
     assert [claim and claim.batch.id for claim in taken] == ["batch_a0", "batch_a1", "batch_b", None]
 
 
@@ -464,7 +464,7 @@ async def test_a_batch_ends_once_and_says_so(world: BatchWorld) -> None:
     assert [fields for _, fields in events] == [
         {"type": "batch.completed", "subject": "batch_1", "owner": "=alice"}
     ]
-    assert await batches.take("w") is None
+    assert await batches.take() is None
     with pytest.raises(BatchLost):
         await batches.look(claim)
 
@@ -492,6 +492,6 @@ async def test_nothing_is_left_of_what_is_over_and_forgotten(world: BatchWorld) 
     await world.redis.zadd(world.key("batches_ended"), {"batch_1": 1}, xx=True)
     for file in ("file-1", claim.batch.file_id("output"), claim.batch.file_id("error")):
         await world.expire_file(file)
-    await batches.take("w")
+    await batches.take()
     assert await batches.get("batch_1") is None
     assert await world.names() <= LEFT - {"submitted"}

@@ -80,11 +80,11 @@ async def test_a_batch_whose_process_died_is_taken_up(store: Any) -> None:
     world = BatchWorld(store.url, store.prefix, store.redis)
     batches = world.open(lease_s=LOST_S)
     made = await world.batch(batches)
-    assert await batches.take("first") is not None
+    assert await batches.take() is not None
     await world.redis.hset(world.key("batch", made.id), "until", await now_ms(store.redis) + HOUR_MS)
 
     with anyio.fail_after(WITHIN_S):
-        while (claim := await batches.take("second")) is None:
+        while (claim := await batches.take()) is None:
             pass
     assert claim.batch.id == made.id
     await world.aclose()

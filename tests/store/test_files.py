@@ -107,13 +107,13 @@ async def test_a_file_that_a_batch_reads_outlives_its_time(files: BatchWorld) ->
     made = await files.batch(batches)
     await files.expire_file("file-1")
     assert await files.files.delete("file-1") is FileRefusal.IN_USE
-    claim = await batches.take("w")
+    claim = await batches.take()
     assert claim is not None
     assert await files.read("file-1") != b""
     await batches.cancel(made.id)
     await batches.move(claim, BatchStatus.CANCELLING, BatchStatus.CANCELLED)
     await files.expire_file("file-1")
-    await batches.take("w")
+    await batches.take()
     assert await files.read("file-1") == b""
 
 

@@ -189,7 +189,7 @@ async def test_a_batch_goes_on_where_it_was(stoppable: RedisServer) -> None:
     await write(stoppable.url)
     batches = RedisBatches(stoppable.url, command_s=10.0)
     jobs, files = RedisJobs(stoppable.url, command_s=10.0), RedisFiles(stoppable.url, command_s=10.0)
-    claim = await batches.take("new")
+    claim = await batches.take()
     assert claim is not None and (claim.number, claim.offset) == (1, 19)
     assert await files.read("file-1", claim.offset) == b'{"custom_id":"r2"}\n'
     new = NewJob(

@@ -75,8 +75,8 @@ class BatchWorld:
         assert isinstance(found, Batch)
         return found
 
-    async def take(self, batches: RedisBatches, runner: str = "w") -> BatchClaim:
-        claim = await batches.take(runner)
+    async def take(self, batches: RedisBatches) -> BatchClaim:
+        claim = await batches.take()
         assert claim is not None
         return claim
 
