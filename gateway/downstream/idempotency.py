@@ -20,8 +20,8 @@ from gateway.core.errors import (
 )
 from gateway.core.idempotency import HEADER, IdempotencyClaim, KeyState, StoredAnswer, fingerprint, read_key
 from gateway.core.sse import DONE
-from gateway.core.usage import Ending, RequestRecord
-from gateway.downstream.reading import BodyReaders, Read, Received, Work
+from gateway.core.usage import Ending
+from gateway.downstream.reading import BodyReaders, Read, Received, Work, arrival_record
 from gateway.downstream.relay import HttpDownstream
 from gateway.pipeline import LEFT_STATUS, CallerStalled
 from gateway.pipeline.caller import while_caller_reads
@@ -122,21 +122,9 @@ class IdempotentRequests:
             await downstream.finish()
             ending = Ending.REPLAYED
         finally:
+            status = answer.status if downstream.is_started else LEFT_STATUS
             self._recorder.finished(
-                RequestRecord(
-                    id=arrival.id,
-                    model="",  # its body was not read
-                    stream=False,
-                    ending=ending,
-                    status=answer.status if downstream.is_started else LEFT_STATUS,
-                    error_code="",
-                    key=received.key,
-                    wall_at=arrival.wall_at,
-                    received_at=arrival.received_at,
-                    ended_at=self._clock.now(),
-                    trace=arrival.trace,
-                    route=arrival.route,
-                )
+                arrival_record(arrival, received.key, ending, status, "", self._clock.now())
             )
 
 

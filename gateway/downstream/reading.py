@@ -6,6 +6,7 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 
+from gateway.core.usage import Ending, RequestRecord
 from gateway.core.value import valueclass
 from gateway.downstream.long_texts import SLICE_BYTES
 from gateway.downstream.occurrences import occurrences
@@ -80,3 +81,23 @@ def _is_quick(read_from: Sequence[bytes]) -> bool:
     for some in read_from:
         left -= occurrences(b"{", some, left)
     return left >= 0 and not any(may_be_crowded(some, INLINE_VALUES) for some in read_from)
+
+
+def arrival_record(
+    arrival: Arrival, key: str | None, ending: Ending, status: int, error_code: str, ended_at: float
+) -> RequestRecord:
+    """Return the record of a request that was not run, so that only its arrival and its end are known."""
+    return RequestRecord(
+        id=arrival.id,
+        model="",
+        stream=False,
+        ending=ending,
+        status=status,
+        error_code=error_code,
+        key=key,
+        wall_at=arrival.wall_at,
+        received_at=arrival.received_at,
+        ended_at=ended_at,
+        trace=arrival.trace,
+        route=arrival.route,
+    )

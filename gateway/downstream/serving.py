@@ -11,13 +11,13 @@ import anyio
 
 from gateway.core.errors import CallerError, Draining, GatewayError, let_go
 from gateway.core.trace import Trace
-from gateway.core.usage import Ending, RequestRecord
+from gateway.core.usage import Ending
 from gateway.core.values import Endpoint
 from gateway.downstream import wire
 from gateway.downstream.errors import MethodNotAllowed
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.origins import Origins
-from gateway.downstream.reading import COUNTED_BYTES, BodyReaders, Read, Received, Work
+from gateway.downstream.reading import COUNTED_BYTES, BodyReaders, Read, Received, Work, arrival_record
 from gateway.downstream.relay import (
     BodyLimits,
     Call,
@@ -225,22 +225,7 @@ class Serving:
     def _note(
         self, arrival: Arrival, key: str | None, ending: Ending, status: int, error_code: str = ""
     ) -> None:
-        self._recorder.finished(
-            RequestRecord(
-                id=arrival.id,
-                model="",
-                stream=False,
-                ending=ending,
-                status=status,
-                error_code=error_code,
-                key=key,
-                wall_at=arrival.wall_at,
-                received_at=arrival.received_at,
-                ended_at=self._clock.now(),
-                trace=arrival.trace,
-                route=arrival.route,
-            )
-        )
+        self._recorder.finished(arrival_record(arrival, key, ending, status, error_code, self._clock.now()))
 
 
 class Relayed:
