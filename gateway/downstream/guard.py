@@ -1,7 +1,7 @@
-"""Limits on request heads, and errors in OpenAI's shape for requests that uvicorn rejects.
+"""Limits on heads, connections and slow callers, and errors in OpenAI's shape for what uvicorn rejects.
 
-uvicorn waits indefinitely for the end of a request's head, does not limit its size, and rejects requests in
-plain text. This module changes only that.
+uvicorn waits indefinitely for the end of a request's head and for a caller to read, limits neither heads,
+pipelined requests nor connections, and rejects requests in plain text.
 """
 
 import asyncio

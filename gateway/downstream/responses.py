@@ -472,7 +472,7 @@ class Answer(Downstream):
         downstream: The caller.
         asked: The request.
         key: Name of its API key.
-        keeping: Where to store the response.
+        retention: Where to store the response, and for how long.
         clock: Source of the time of completion.
         head: Status and headers of a non-streamed answer, held back until its body is complete.
         parts: That body so far.

@@ -32,7 +32,7 @@ class JobMetrics:
         Args:
             registry: Where to register.
             lanes: Returns the lanes of the configuration.
-            sight: Returns the latest snapshot of the queue; None before the first one.
+            snapshot: Returns the latest snapshot of the queue; None before the first one.
             now: Returns monotonic seconds.
         """
         self.attempts = Counter(
