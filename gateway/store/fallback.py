@@ -49,7 +49,6 @@ class FallbackLedger:
         """Count with `shared`. At least `replicas_min` processes are assumed to exist, seen or not."""
         self._shared = shared
         self._replicas_min = replicas_min
-        self._on_freed: list[OnFreed] = []
         self._alone_since = 0.0
         self._whole_at = 0.0  # when all other processes have reported to Redis
         self._asking: dict[str, Load] = {}  # per backend, claims on this process's part that are in progress
@@ -77,7 +76,6 @@ class FallbackLedger:
 
     def on_freed(self, callback: OnFreed) -> None:
         """Register a callback for when capacity becomes free on a backend, through any gateway."""
-        self._on_freed.append(callback)
         self._shared.on_freed(callback)
 
     def load(self, backend_id: str) -> Load:
@@ -183,8 +181,7 @@ class FallbackLedger:
 
     def _tell_all(self) -> None:
         for backend_id in self._shared.loads():
-            for callback in self._on_freed:
-                callback(backend_id)
+            self._shared.tell(backend_id)
 
     async def _acquire_of_part(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         """Acquire a slot counted by Redis, if it is within this process's part."""

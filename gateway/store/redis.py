@@ -130,7 +130,7 @@ class RedisLedger:
             connections_max=connections_max,
         )
         self._own = MemoryLedger(f"{self.owner}:")
-        self._own.on_freed(self._tell)
+        self._own.on_freed(self.tell)
         self._accounts: dict[str, Account] = {}
         self._waited_for: Collection[str] = frozenset()
         self._under_way: set[asyncio.Task[None]] = set()
@@ -347,7 +347,7 @@ class RedisLedger:
             if not self._hears or not account.may_keep(freed):
                 await self._settle_all([account])
         finally:
-            self._tell(backend_id)
+            self.tell(backend_id)
 
     async def _settle_all(self, accounts: Iterable[Account]) -> None:
         """Report the current use of each account.
@@ -415,7 +415,7 @@ class RedisLedger:
             self.resync()  # Redis may have lost more than this
         self._settle_rest(account)
         if has_freed:
-            self._tell(account.backend)
+            self.tell(account.backend)
 
     def _settle_rest(self, account: Account) -> None:
         """Serve requests that arrived in the meantime, as far as the grant allows."""
@@ -468,12 +468,13 @@ class RedisLedger:
         if isinstance(news, Freed):
             if account is not None:
                 account.heard(news)
-            self._tell(news.backend)
+            self.tell(news.backend)
         elif account is not None and (account.keeps or account.is_under_way):
             account.is_wanted = True
             self._settle_soon(account)
 
-    def _tell(self, backend_id: str) -> None:
+    def tell(self, backend_id: str) -> None:
+        """Notify all who registered that capacity became free on a backend."""
         for callback in self._on_freed:
             callback(backend_id)
 
