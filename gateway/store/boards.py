@@ -9,7 +9,6 @@ from gateway.ports import Board
 from gateway.store.connections import StoreAway
 from gateway.store.leases import Leases
 from gateway.store.memory import BOX_TTL_S
-from gateway.store.process_name import process_name
 from gateway.store.redis import COMMAND_S
 
 
@@ -21,13 +20,13 @@ class RedisBoard:
         self._leases = leases
 
     @classmethod
-    def at(cls, url: str, prefix: str, owner: str = "") -> "RedisBoard":
-        """Return a board on the server at `url`. `owner`: see `process_name`; "" for one of its own."""
+    def at(cls, url: str, prefix: str, owner: str) -> "RedisBoard":
+        """Return a board on the server at `url` for the process `owner`."""
         return cls(
             Leases(
                 url,
                 prefix=prefix,
-                owner=owner or process_name(),
+                owner=owner,
                 ttl_s=BOX_TTL_S,
                 command_s=COMMAND_S,
                 connections_max=2,
