@@ -10,8 +10,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from redis.commands.core import AsyncScript
-
 from gateway.core.batches import (
     KEEP_S,
     KEPT_MAX,
@@ -76,7 +74,7 @@ class RedisBatches:
         )
         before = ("webhooks", "jobs", "files", "batches")
         self._scripts = {name: self._connections.script(*before, f"batch_{name}") for name in _SCRIPTS}
-        self._page = self._connections.script(*before[:3], "file_page")
+        self._scripts["page"] = self._connections.script(*before[:3], "file_page")
 
     # ------------------------------------------------------------ callers
 
@@ -109,7 +107,7 @@ class RedisBatches:
 
     async def page(self, key: str | None, *, after: str | None, limit: int) -> Sequence[Batch] | None:
         """See `ports.BatchStore.page`."""
-        ids = await self._call(self._page, "batches", owner_of(key), after or "", "desc", limit)
+        ids = await self._run("page", "batches", owner_of(key), after or "", "desc", limit)
         if ids is None:
             return None
         return [_batch(values) for values in await self._run("get", *ids)] if ids else []
@@ -193,10 +191,7 @@ class RedisBatches:
         return reply
 
     async def _run(self, name: str, *arguments: str | bytes | int) -> Any:
-        return await self._call(self._scripts[name], *arguments)
-
-    async def _call(self, script: AsyncScript, *arguments: str | bytes | int) -> Any:
-        command = partial(script, keys=[self._tag], args=[_LOST_MS, *arguments])
+        command = partial(self._scripts[name], keys=[self._tag], args=[_LOST_MS, *arguments])
         return await self._connections.answer("batch", command)
 
 
