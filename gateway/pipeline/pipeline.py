@@ -340,7 +340,7 @@ class Pipeline:
             tasks.cancel_scope.cancel()
         if isinstance(failure, GatewayError) and context.status:
             context.ending, context.error_code = _ending_of(failure), failure.code
-            await self._end_with(context, failure, failure.code)
+            await self._end_with(context, failure)
         elif failure is not None:
             raise failure
 
@@ -380,7 +380,7 @@ class Pipeline:
                 let_go(error)
                 if context.is_answered:
                     context.ending, context.error_code = Ending.BROKEN, StreamBroken.code
-                    await self._end_with(context, error, StreamBroken.code)
+                    await self._end_with(context, error)
                     return
                 failure = _reported(context, failure, error)
                 if isinstance(error, AnswerUnfit):
@@ -607,10 +607,10 @@ class Pipeline:
             self._estimator.observe(estimate, actual)
         self._drift.observe(candidate.backend, prompt, model.template, estimate, actual, is_plain=plain)
 
-    async def _end_with(self, context: RequestContext, error: GatewayError, code: str) -> None:
-        """End a stream that failed after its headers were sent."""
+    async def _end_with(self, context: RequestContext, error: GatewayError) -> None:
+        """End a stream that failed after its headers were sent, with the error code of `context`."""
         with while_caller_reads():
-            await context.downstream.fail(error, code)
+            await context.downstream.fail(error, context.error_code)
 
 
 _UNKNOWN = BackendStatus()
