@@ -225,20 +225,14 @@ class WaitingCaller:
         """Apply `on_disconnect` to a job whose caller has left."""
         if self._waiter.on_disconnect is OnDisconnect.FINISH:
             return
-        with anyio.move_on_after(LEAVE_S, shield=True) as patience:
-            try:
+        try:
+            with anyio.fail_after(LEAVE_S, shield=True):
                 await self._background.cancel(self._waiter.key, job.id)
-            except StoreUnavailable as error:
-                log.warning(
-                    "job %s: its caller has left, but it could not be cancelled and keeps running: %s",
-                    job.id,
-                    error,
-                    extra=about("job_not_cancelled", id=job.id),
-                )
-        if patience.cancelled_caught:
+        except (StoreUnavailable, TimeoutError) as error:
             log.warning(
-                "job %s: its caller has left, but it could not be cancelled in time and keeps running",
+                "job %s: its caller has left, but it could not be cancelled and keeps running: %s",
                 job.id,
+                str(error) or f"no answer within {LEAVE_S:g} s",
                 extra=about("job_not_cancelled", id=job.id),
             )
 
