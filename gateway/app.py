@@ -150,7 +150,7 @@ class Gateway:
         parts.say_how_it_counts(self.estimator)
         drift, line, self.counts = DriftTracker(), WaitingLine(), CountTracker()
         watch = BackendWatch(lambda: self.policy, self.ledger, self.clock)
-        self.board = parts.board(settings, self.clock, self.name)
+        self.board = parts.board(settings, self.name)
         self.jobs = parts.jobs(settings)
         self._switch = BoxSwitch(parts.members(settings, environ, backends, secrets, tls))
         self.boxes = BoxController(

@@ -78,10 +78,10 @@ def ledger(settings: Settings, owner: str) -> "MemoryLedger | FallbackLedger":
     )
 
 
-def board(settings: Settings, clock: SystemClock, owner: str) -> "MemoryBoard | RedisBoard":
+def board(settings: Settings, owner: str) -> "MemoryBoard | RedisBoard":
     """Return the board on which processes agree on the owners of boxes."""
     if settings.store is None or not settings.boxes:
-        return MemoryBoard(clock.now)
+        return MemoryBoard()
     from gateway.store.boards import RedisBoard
 
     return RedisBoard.at(settings.store.url, settings.store.prefix, owner)

@@ -8,8 +8,10 @@ and a machine that compares tokens can reject its commands as well.
 from gateway.ports import Board
 from gateway.store.connections import StoreAway
 from gateway.store.leases import Leases
-from gateway.store.memory import BOX_TTL_S
 from gateway.store.redis import COMMAND_S
+
+BOX_TTL_S = 15.0
+"""Lease time of an ownership: how long a box is unmanaged after its owner has crashed."""
 
 
 class RedisBoard:

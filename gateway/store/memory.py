@@ -4,7 +4,6 @@ State changes with no `await` between check and change.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from itertools import count
 
 from gateway.core import admission
@@ -12,9 +11,6 @@ from gateway.core.idempotency import IdempotencyClaim, KeyState
 from gateway.core.values import Exclusion, Load
 from gateway.ports import Board, Clock, Slot
 from gateway.store.expiring_records import ExpiringRecords
-
-BOX_TTL_S = 15.0
-"""Lease time of an ownership: how long a box is unmanaged after its owner has crashed."""
 
 OnFreed = Callable[[str], None]
 """Called with a backend's id when capacity becomes free there. Must not block, must not raise."""
@@ -118,53 +114,15 @@ class MemoryLedger:
             callback(backend_id)
 
 
-@dataclass(slots=True)
-class _Shared:
-    owner: str = ""
-    owned_until: float = 0.0
-    fence: int = 0
-    state: str = ""
-    notes: dict[str, tuple[float, str]] = field(default_factory=dict)
-
-
 class MemoryBoard:
-    """`ports.BoxBoard` in memory. Instances with the same `shared` behave like processes with one store."""
-
-    def __init__(
-        self,
-        now: Callable[[], float],
-        *,
-        process: str = "me",
-        ttl_s: float = BOX_TTL_S,
-        shared: dict[str, _Shared] | None = None,
-    ) -> None:
-        """Read the time from `now`, in seconds."""
-        self._now, self._process, self._ttl_s = now, process, ttl_s
-        self._shared: dict[str, _Shared] = {} if shared is None else shared
+    """`ports.BoxBoard`: there is no other process, so every box is this one's, for as long as it runs."""
 
     async def sync(self, box_id: str, *, fence: int, state: str, note: str) -> Board:
         """See `ports.BoxBoard.sync`."""
-        board, now = self._shared.setdefault(box_id, _Shared()), self._now()
-        is_free = not board.owner or board.owned_until <= now
-        if is_free:
-            board.fence += 1
-            board.owner = self._process
-        is_owner = board.owner == self._process
-        if is_owner:
-            board.owned_until = now + self._ttl_s
-            if state and fence == board.fence:
-                board.state = state
-        board.notes[self._process] = (now + self._ttl_s, note)
-        board.notes = {name: held for name, held in board.notes.items() if held[0] > now}
-        others = [text for name, (_, text) in board.notes.items() if name != self._process]
-        return Board(board.fence if is_owner else 0, board.state, others)
+        return Board(fence=1)
 
     async def leave(self, box_id: str) -> None:
-        """See `ports.BoxBoard.leave`."""
-        board = self._shared.setdefault(box_id, _Shared())
-        if board.owner == self._process:
-            board.owner = ""
-        board.notes.pop(self._process, None)
+        """There is nobody to leave it to."""
 
     async def aclose(self) -> None:
         """There is nothing to close."""

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import anyio
 import pytest
+from support.boards import EmulatedBoard
 from support.redis_server import own_server
 
 from gateway.core.box import COMMAND_PAUSES_S, Box, BoxRules, State
@@ -145,7 +146,7 @@ class Process:
     board: BoxBoard | None = None
 
     def __post_init__(self) -> None:
-        shared = MemoryBoard(
+        shared = EmulatedBoard(
             lambda: self.machine.now, process=self.name, ttl_s=1e9, shared=self.machine.shared
         )
         self.controller = BoxController(
@@ -228,6 +229,23 @@ async def test_jobs_that_nobody_has_brought_to_a_line_start_a_swap() -> None:
         assert one.machine.orders == ["stop qwen", "start gemma"]
 
 
+async def test_a_process_that_stood_still_goes_on_with_the_swap_that_only_it_can_make() -> None:
+    machine = Machine(stops=anyio.Event())
+    one = Process(machine, board=MemoryBoard())
+    async with at_work(one):
+        machine.lanes_there = [stored(4, 10.0)]
+        await one.until(lambda: one.snapshot.plan.cause is Cause.JOBS)
+        machine.now = one.snapshot.box.resident_since + 301
+        await one.is_at(State.STOPPING, "qwen")
+        machine.now += 20
+        await one.another_look()
+        await one.another_look()
+        assert machine.stops is not None
+        machine.stops.set()
+        await one.is_at(State.RESIDENT, "gemma")
+        assert machine.orders == ["stop qwen", "start gemma"]
+
+
 async def test_a_command_that_fails_is_logged_before_it_is_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -261,7 +279,7 @@ async def test_a_model_that_died_before_who_has_the_box_now_saw_it_is_brought_ba
 
 async def test_a_model_that_only_the_owner_has_seen_yet_is_waited_for() -> None:
     machine = Machine()
-    other = MemoryBoard(lambda: machine.now, process="other", ttl_s=1e9, shared=machine.shared)
+    other = EmulatedBoard(lambda: machine.now, process="other", ttl_s=1e9, shared=machine.shared)
     resident = written(Box(State.RESIDENT, machine.now, backend="gemma"), machine.now)
     fence = (await other.sync("spark", fence=0, state="", note="")).fence
     await other.sync("spark", fence=fence, state=resident, note="")
@@ -301,7 +319,7 @@ async def test_a_gateway_that_is_the_first_to_be_back_finds_out_what_is_in(
 ) -> None:
     machine = Machine(inside={"gemma"})
     last, other = (
-        MemoryBoard(lambda: machine.now, process=name, ttl_s=1e9, shared=machine.shared)
+        EmulatedBoard(lambda: machine.now, process=name, ttl_s=1e9, shared=machine.shared)
         for name in ("last", "other")
     )
     resident = written(Box(State.RESIDENT, machine.now, backend="qwen"), machine.now)
@@ -320,7 +338,7 @@ async def test_a_gateway_that_is_the_first_to_be_back_finds_out_what_is_in(
 
 async def test_a_box_that_a_gateway_of_another_configuration_has_is_read_and_later_taken_over() -> None:
     machine = Machine()
-    other = MemoryBoard(lambda: machine.now, process="other", ttl_s=60, shared=machine.shared)
+    other = EmulatedBoard(lambda: machine.now, process="other", ttl_s=60, shared=machine.shared)
     phi = written(Box(State.BOOTING, machine.now, backend="phi"), machine.now)
     fence = (await other.sync("spark", fence=0, state="", note="")).fence
     await other.sync("spark", fence=fence, state=phi, note="")

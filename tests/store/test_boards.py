@@ -5,12 +5,12 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from support.boards import EmulatedBoard
 from support.redis_server import RedisServer, legs
 
 from gateway.ports import BoxBoard
 from gateway.store.boards import RedisBoard
 from gateway.store.leases import Leases
-from gateway.store.memory import MemoryBoard
 
 Expire = Callable[[], Awaitable[None]]
 
@@ -36,8 +36,8 @@ async def boards(request: pytest.FixtureRequest, open_store: Any) -> AsyncIterat
             now[0] += 61
 
         yield Boards(
-            MemoryBoard(lambda: now[0], process="one", ttl_s=60, shared=shared),
-            MemoryBoard(lambda: now[0], process="two", ttl_s=60, shared=shared),
+            EmulatedBoard(lambda: now[0], process="one", ttl_s=60, shared=shared),
+            EmulatedBoard(lambda: now[0], process="two", ttl_s=60, shared=shared),
             pass_by,
         )
         return
