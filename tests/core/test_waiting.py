@@ -492,6 +492,18 @@ def test_a_class_that_is_alone_in_its_pool_takes_all_along_when_the_pool_changes
     assert site.start(0.3) == ["a", "b"]
 
 
+def test_who_comes_after_a_reload_is_not_kept_where_one_of_before_it_is() -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    site.enter("before", 0.1, traffic_class=PATIENT)
+    pools = {**site.policy.pools, "light": Pool("light", ("light", "push"))}
+    site.policy = replace(site.policy, pools=pools)
+    site.enter("after", 0.2, traffic_class=PATIENT)
+
+    assert site.start(0.2) == ["after"]
+
+
 def test_one_that_was_sent_behind_comes_after_all_others_of_its_class_whoever_sent_them() -> None:
     demoting = bounded(when_late=WhenLate.DEMOTE)
     other = TrafficClass("other", ("light",), waiting=PATIENT.waiting)
@@ -709,13 +721,15 @@ def test_one_that_was_tried_elsewhere_is_not_waited_for_by_one_that_was_not() ->
     assert site.taken["fresh"][0] == "light"
 
 
-def test_one_choice_is_not_kept_where_several_are() -> None:
+@pytest.mark.parametrize(
+    "two", [Demand(2, 100, 200), Demand(1, 3_000, 3_100)], ids=["two-choices", "a-longer-prompt"]
+)
+def test_who_needs_one_place_is_not_kept_where_one_that_needs_two_is(two: Demand) -> None:
     allowing = replace(PATIENT, waiting=replace(PATIENT.waiting, passes_max=1))
     site = Site(knee=4)
     site.loads["light"] = Load(seqs=3, share=750_000)
-    two = Demand(seqs=2, prompt_tokens=100, total_tokens=200)
     site.enter("two", 0.0, traffic_class=allowing, demand=two)
-    site.enter("one", 0.1, traffic_class=allowing)
+    site.enter("one", 0.1, traffic_class=allowing, demand=Demand(1, 100, 3_100))
 
     assert site.start(0.1) == ["one"]
 
@@ -813,7 +827,10 @@ def test_the_jobs_that_wait_are_not_before_others(priority: int) -> None:
 def two_reads_on_push(*, light: Load) -> Site:
     """Push may read two long prompts at once, and reads one."""
     site = Site(knee=64)
-    pools = {**site.policy.pools, "push": Pool("push", ("push",), gates=Gates(long_prefills=2))}
+    pools = {
+        "light": Pool("light", ("light",), gates=Gates(long_prompt_tokens=100_000)),
+        "push": Pool("push", ("push",), gates=Gates(long_prefills=2)),
+    }
     site.policy = replace(site.policy, pools=pools)
     reads = Load(seqs=1, share=admission.WHOLE // 10, long_seqs=1, long_unanswered=1)
     site.loads = {"light": light, "push": reads}
@@ -1667,6 +1684,47 @@ def test_a_turn_that_looked_at_all_is_the_last_until_something_happens() -> None
     assert (len(turn.offers), turn.next_turn_at) == (1, PLAIN.waiting.max_wait_s)
 
 
+@pytest.mark.parametrize("spills", [(), ("light",)], ids=["nowhere-else", "or-for-a-slot-elsewhere"])
+def test_who_waits_for_the_end_of_a_prefill_is_not_refused_on_a_forecast_of_slots(
+    spills: tuple[str, ...],
+) -> None:
+    site = Site()
+    site.loads["light"] = Load(seqs=1, share=admission.WHOLE)
+    pools = {**site.policy.pools, "push": Pool("push", ("push",), gates=Gates(long_prefills=1))}
+    site.policy = replace(site.policy, pools=pools)
+    waiting = Waiting(max_wait_s=30.0, ttft_target_s=60.0)
+    hasty = replace(LONG, pools=("push", *spills), waiting=waiting)
+    for name, at in (("past", 0.0), ("read-now", 60.0)):
+        site.enter(name, at, traffic_class=hasty, prompt=50_000)
+        assert site.start(at) == [name]
+        if name == "past":
+            site.end(name, at + 60.0)
+
+    for name in ("next", "second"):
+        assert site.enter(name, 61.0, traffic_class=hasty, prompt=50_000) is None
+        assert list(site.turn(61.0).refused) == []
+
+    site.answered("read-now")
+    assert site.start(62.0) == ["next"]
+
+
+@pytest.mark.parametrize("holds", [True, False], ids=["held", "its-slot-was-gone"])
+def test_a_newcomer_is_refused_on_a_forecast_where_another_request_holds_the_free_slot(holds: bool) -> None:
+    site = Site(knee=4)
+    drained(site, 60.0)
+    site.loads["light"] += Load(seqs=2, share=admission.WHOLE // 2)
+    if holds:  # the one slot that is free is one of the two that it needs
+        site.line.enter(site.ticket("big", 660.0, prompt=3_000), 660.0, has_waited=True)
+    else:
+        site.line.missed("another", ["light"], 660.0)
+    site.line.enter(site.ticket("small", 660.0), 660.0, has_waited=True)
+    assert site.start(660.0) == []
+
+    refused = site.enter("newcomer", 660.0)
+
+    assert (refused is not None and refused.reason is Reason.WAIT_TOO_LONG) is holds
+
+
 def test_who_finds_one_pool_full_and_the_other_down_is_refused_on_a_forecast() -> None:
     site = Site()
     drained(site, 60.0)
@@ -2040,29 +2098,37 @@ def test_who_can_run_nowhere_does_not_wait_behind_somebody_who_can() -> None:
     assert site.line.position("waits") == 1
 
 
-def test_a_newcomer_that_asks_less_than_those_without_room_is_not_refused_for_them() -> None:
-    """Images wait for the only backend that takes them; texts run on the other one of the pool."""
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Demand(seqs=1, prompt_tokens=100, total_tokens=200, images=1),
+        Demand(seqs=1, prompt_tokens=100, total_tokens=200, audios=1),
+        Demand(seqs=1, prompt_tokens=100, total_tokens=20_000),
+    ],
+    ids=["image", "audio", "long-answer"],
+)
+def test_a_newcomer_that_asks_less_than_those_without_room_is_not_refused_for_them(asked: Demand) -> None:
+    """They wait for the only backend that takes them; short texts run on the other one of the pool."""
     site = Site()
-    capacity = Capacity(262_144, (KneeStep(None, 1),))
+    knee = (KneeStep(None, 1),)
     site.backends = {
-        "sees": Backend("sees", "http://sees", capacity, modalities=Modalities(images_max=None)),
-        "reads": Backend("reads", "http://reads", capacity, modalities=Modalities(images_max=0)),
+        "sees": Backend("sees", "http://sees", Capacity(262_144, knee), modalities=Modalities(None, None)),
+        "reads": Backend("reads", "http://reads", Capacity(10_000, knee), modalities=Modalities(0, 0)),
     }
     site.policy = Policy(models=(), pools={"light": Pool("light", ("sees", "reads"))}, backends=site.backends)
     site.status = dict.fromkeys(site.backends, UP)
     site.loads = dict.fromkeys(site.backends, Load())
     hasty = replace(PLAIN, waiting=Waiting(max_wait_s=1.0))
-    image = Demand(seqs=1, prompt_tokens=100, total_tokens=200, images=1)
     for number in range(4):  # so that a slot is expected to take longer than anybody's patience
-        site.enter(f"before-{number}", 20.0 * number, traffic_class=hasty, demand=image)
+        site.enter(f"before-{number}", 20.0 * number, traffic_class=hasty, demand=asked)
         site.start(20.0 * number)
         site.end(f"before-{number}", 20.0 * number + 20.0)
-    site.enter("runs", 80.0, traffic_class=hasty, demand=image)
+    site.enter("runs", 80.0, traffic_class=hasty, demand=asked)
     site.start(80.0)
-    site.line.enter(site.ticket("waits", 80.0, traffic_class=hasty, demand=image), 80.0, has_waited=True)
+    site.line.enter(site.ticket("waits", 80.0, traffic_class=hasty, demand=asked), 80.0, has_waited=True)
     assert site.start(80.0) == []
 
-    assert site.enter("another-image", 80.0, traffic_class=hasty, demand=image, key="b") is not None
+    assert site.enter("another", 80.0, traffic_class=hasty, demand=asked, key="b") is not None
     assert site.enter("text", 80.0, traffic_class=hasty, key="b") is None
     assert site.start(80.0) == ["text"]
 
