@@ -48,6 +48,8 @@ ERROR_BYTES_MAX = 64 * 1024
 END_OF_BODY_S = 1.0
 """How long a backend may take to close the body after `[DONE]` before the connection is dropped."""
 
+_HELD_TO_ITS_END = BackendError("The backend answered for other choices than those asked for.")
+
 _JSON: Headers = ((b"content-type", b"application/json"),)
 
 _OUTCOMES: Mapping[type[GatewayError], Outcome] = {
@@ -248,6 +250,8 @@ class Attempt:
             context.usage = reader.usage
         if reader.fault is not None:
             raise self._faulty(reader.fault)
+        if not self._context.is_answered:
+            raise self._faulty(_HELD_TO_ITS_END)
 
     async def _stream_rest(self, response: UpstreamResponse) -> None:
         fast_path = self._fast_path = ChunkFastPath(
@@ -287,6 +291,8 @@ class Attempt:
                 await self._send(self._context.downstream.send(self._let_go()))
                 self._await_more()
                 return True
+            if reader.is_done:
+                return False
             self._await_more()
         return False
 
@@ -306,7 +312,7 @@ class Attempt:
     def _await_more(self) -> None:
         """Restart the idle timeout for the next read."""
         reader = self._reader
-        self._is_relayed = reader.is_done and self._context.is_answered
+        self._is_relayed = reader.is_done
         self._deadline.move(self._now() + (END_OF_BODY_S if reader.is_done else self._idle_s))
 
     # -------------------------------------------------------------- `ports.StreamTransform`

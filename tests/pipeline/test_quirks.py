@@ -7,9 +7,22 @@ from typing import Any
 
 import anyio
 import pytest
-from support.world import DONE, HELLO, ROLE, STOP, USAGE, WHOLE, Caller, Script, World, event
+from support.world import (
+    CRASH,
+    DONE,
+    HELLO,
+    ROLE,
+    STOP,
+    USAGE,
+    WHOLE,
+    Caller,
+    Script,
+    Step,
+    World,
+    event,
+)
 
-from gateway.core.errors import AnswerUnfit, UpstreamTimeout, UpstreamUnreachable
+from gateway.core.errors import AnswerUnfit, UpstreamFailed, UpstreamTimeout, UpstreamUnreachable
 from gateway.core.health import BackendStatus, Outcome, State
 from gateway.core.usage import Ending, Usage
 from gateway.core.values import Load, Timeouts
@@ -63,6 +76,23 @@ async def test_one_that_breaks_off_is_asked_for_elsewhere_though_it_had_begun(wo
     caller = await world.run(world.request(stream=False, tools=1))
 
     assert json.loads(caller.body)["choices"][0]["finish_reason"] == "stop"
+    assert [attempt.outcome for attempt in world.notes.attempts] == [Outcome.FAILED, Outcome.OK]
+
+
+@pytest.mark.parametrize(
+    ("last", "bytes_max"), [(CRASH, 1_000), (HELLO, len(ROLE + HELLO))], ids=["error", "too-long"]
+)
+async def test_one_that_cannot_become_an_answer_is_not_read_any_further(
+    world: World, monkeypatch: pytest.MonkeyPatch, last: bytes, bytes_max: int
+) -> None:
+    monkeypatch.setattr("gateway.pipeline.attempt.ANSWER_BYTES_MAX", bytes_max)
+    give(world, "tool_markup_leaks")
+    world.answers(light_0=Script([ROLE + HELLO, last, anyio.Event()]))
+    world.answers(light_1=Script([ROLE, STOP, DONE]))
+
+    with anyio.fail_after(3):
+        await world.run(world.request(stream=False, tools=1))
+
     assert [attempt.outcome for attempt in world.notes.attempts] == [Outcome.FAILED, Outcome.OK]
 
 
@@ -220,6 +250,31 @@ async def test_a_forced_call_that_nobody_makes_is_an_error_with_a_status(world: 
         await world.run(world.request(tools=1), caller, members=FORCED)
 
     assert (caught.value.code, caller.status, len(world.notes.attempts)) == ("tool_call_missing", 0, 3)
+
+
+@pytest.mark.parametrize(
+    "then", [[], [UpstreamFailed("broke")], [anyio.Event()]], ids=["ends", "broke", "open"]
+)
+async def test_a_stream_that_is_held_to_its_end_moves_on(world: World, then: list[Step]) -> None:
+    """The call is that of a choice that was not asked for."""
+    give(world, "tool_choice_not_enforced")
+    good = ROLE + called("{}") + CALLED + DONE
+    world.answers(light_0=Script([good.replace(b'"index":0,"finish', b'"index":5,"finish'), *then]))
+    world.answers(light_1=Script([good]))
+
+    caller = await world.run(world.request(tools=1), members=FORCED)
+
+    assert (caller.status, caller.body) == (200, good.replace(b'"served"', b'"gemma-4"'))
+    assert [attempt.outcome for attempt in world.notes.attempts] == [Outcome.FAILED, Outcome.OK]
+
+
+async def test_the_reads_of_a_held_stream_are_steps_of_the_engine(world: World) -> None:
+    give(world, "tool_choice_not_enforced")
+    world.answers(light_0=Script([ROLE, HELLO, HELLO, HELLO, called("{}"), CALLED + DONE]))
+
+    await world.run(world.request(tools=1), members=FORCED)
+
+    assert world.pipeline.watch._watched["light-0"].meter.chunks == 4
 
 
 async def test_a_held_stream_that_falls_silent_moves_on(world: World) -> None:
