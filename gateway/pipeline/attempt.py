@@ -172,9 +172,8 @@ class Attempt:
     async def _within_limits(self, upstream: Upstream) -> None:
         started, limits, deadline = self._now(), self._timeouts, self._deadline
         self._last_moment = started + limits.total_s
-        if not (self._is_given_up or self._is_cut):
-            deadline.latest = self._last_moment
-            deadline.at = started + (limits.first_byte_s if self._plan.is_streamed else limits.total_s)
+        deadline.latest = self._last_moment
+        deadline.at = started + (limits.first_byte_s if self._plan.is_streamed else limits.total_s)
         with deadline:
             try:
                 await self._exchange(upstream)
@@ -278,8 +277,7 @@ class Attempt:
         reader = self._reader
         while data := await response.read():
             ready = reader.feed(data)
-            if self._first_byte_at is not None:
-                self._watch.chunk()
+            self._watch.chunk()
             self._held.append(ready)
             if reader.fault is not None:
                 return False

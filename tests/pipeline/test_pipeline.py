@@ -93,7 +93,8 @@ async def test_a_stream_is_relayed_read_by_read(world: World) -> None:
     }
     assert world.upstream.closed == ["light-0"]
     assert world.fleet.reports == [("light-0", Outcome.OK)]
-    assert world.notes.requests[0].ending is Ending.COMPLETED
+    (record,) = world.notes.requests
+    assert (record.ending, record.chunks) == (Ending.COMPLETED, 3)
 
 
 async def test_nothing_reaches_the_caller_before_the_first_content(world: World) -> None:
@@ -119,6 +120,7 @@ async def test_a_whole_answer_is_relayed_under_the_public_name(world: World) -> 
     assert caller.headers["content-type"] == "application/json"
     assert int(caller.headers["content-length"]) == len(caller.body)
     assert world.estimates.observed == [101]
+    assert world.notes.requests[0].first_byte_at == world.clock.now()
 
 
 async def test_the_backend_gets_its_own_name_for_the_model_and_our_request_id(world: World) -> None:
@@ -199,7 +201,9 @@ async def test_a_failure_before_the_first_content_moves_to_the_next(
     assert caller.headers["x-gateway-backend"] == "light-1"
     assert caller.body == public(ROLE + HELLO + STOP) + DONE
     assert world.fleet.reports == [("light-0", outcome), ("light-1", Outcome.OK)]
-    assert [attempt.backend for attempt in world.notes.requests[0].attempts] == ["light-0", "light-1"]
+    failed, answered = world.notes.requests[0].attempts
+    assert (failed.backend, answered.backend) == ("light-0", "light-1")
+    assert failed.detail
 
 
 @pytest.mark.parametrize(
@@ -451,16 +455,23 @@ async def test_a_caller_that_does_not_read_is_not_the_backends_fault(
     world.answers(light_0=Script([ROLE + HELLO, STOP + DONE]))
     caller = Caller(stalls=True)
 
-    with pytest.raises(CallerStalled):
+    with anyio.fail_after(10), pytest.raises(CallerStalled):
         await world.run(world.request(), caller)
 
     assert world.fleet.reports == [("light-0", Outcome.CANCELLED)]
     assert world.notes.requests[0].ending is Ending.LEFT
 
 
-async def test_a_slow_caller_does_not_use_up_the_backends_patience(world: World) -> None:
-    impatient(world, idle_s=0.05)
-    world.answers(light_0=Script([ROLE + HELLO, STOP + DONE]))
+@pytest.mark.parametrize(
+    ("limits", "reads"),
+    [({"idle_s": 0.05}, [ROLE + HELLO, STOP + DONE]), ({"total_s": 0.05}, [ROLE + HELLO + STOP + DONE])],
+    ids=["idle", "total"],
+)
+async def test_a_slow_caller_does_not_use_up_the_backends_patience(
+    world: World, limits: dict[str, float], reads: list[bytes]
+) -> None:
+    impatient(world, **limits)
+    world.answers(light_0=Script(reads))
     caller = Caller()
 
     async def slowly(_: bytes) -> None:
@@ -534,6 +545,7 @@ async def test_waiting_requests_leave_a_backend_that_is_lost(world: World) -> No
         world.pipeline.abort_attempts("light-0")
 
     assert caller.headers["x-gateway-backend"] == "light-1"
+    assert world.notes.attempts[0].detail == "The backend stopped responding."
 
 
 async def test_a_stream_already_answered_is_not_abandoned(world: World) -> None:
