@@ -1821,6 +1821,21 @@ def test_positions_count_what_would_start_before() -> None:
     assert site.line.position("running") is None
 
 
+def test_a_late_one_comes_after_those_of_its_key_that_are_due_before_the_last_timely_one_of_its_class() -> (
+    None
+):
+    site = Site()
+    site.enter("running")
+    site.start()
+    for name, target_s, class_name in (("late", 1, "chat"), ("timely", 10, "chat"), ("other", 5, "other")):
+        rules = Waiting(max_wait_s=60.0, ttft_target_s=target_s)
+        site.enter(name, 0.0, traffic_class=TrafficClass(class_name, ("light",), waiting=rules))
+    site.turn(2.0)
+
+    assert [one.id for one in site.line.waiters(2.0)] == ["other", "timely", "late"]
+    assert [site.line.position(name) for name in ("other", "timely", "late")] == [1, 2, 3]
+
+
 def test_positions_count_those_of_other_classes_that_want_the_same_pool() -> None:
     site = Site()
     site.enter("running")

@@ -167,7 +167,6 @@ class Lane:
             entry.rank = Rank.LATE
             insort(flow.late, (entry.ticket.prefill_s, entry.number))
         else:
-            entry.rank = Rank.TIMELY
             insort(flow.timely, (entry.due_at, entry.number))
             insort(self._starts, (entry.start_by, entry.number))
 
@@ -343,9 +342,8 @@ class Shares:
 
     def ahead_of(self, lane: Lane, entry: Entry) -> int:
         """Return how many entries would start before an entry of a lane, which may not be in it yet."""
-        in_turn = sum(one.in_turn for one in self.lanes)
         if entry.rank is Rank.BEHIND:
-            return in_turn + bisect_left(lane.behind, entry.number)
+            return sum(one.in_turn for one in self.lanes) + bisect_left(lane.behind, entry.number)
         key = entry.ticket.key
         own, due_at = lane.ahead_of(entry)
         own += sum(one.due_before(key, due_at) for one in self.lanes if one is not lane)
@@ -354,7 +352,7 @@ class Shares:
             others = sum(min(own + 1, tag.entries) for name, tag in self._tags.items() if name != key)
         else:
             others = len(self._tags) - (key in self._tags)
-        return min(in_turn - (entry.number in lane.entries), own + others)
+        return own + others
 
 
 @dataclass(slots=True)
