@@ -178,6 +178,16 @@ def test_keys_without_an_advantage_are_forgotten() -> None:
     assert (shares.begin("0"), shares.begin("of many")) == (shares.begin("new"), shares.begin("new") + 2)
 
 
+def test_a_start_elsewhere_takes_time_no_further_than_its_own_key() -> None:
+    shares = Shares([])
+    shares.join("waits")
+    shares.charge("waits", 100)
+
+    shares.charge_elsewhere("another", 10)
+
+    assert [shares.begin(key) for key in ("new", "another", "waits")] == [0, 10, 100]
+
+
 def test_who_has_left_is_not_kept_for_as_long_as_it_might_have_waited() -> None:
     site = Site()
     site.enter("runs")

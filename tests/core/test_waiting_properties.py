@@ -207,6 +207,13 @@ class Line(RuleBasedStateMachine):
         assert self.line.long_waiting().get("push", 0) == long_ones
 
     @invariant()
+    def a_class_knows_how_many_entries_of_each_kind_it_has(self) -> None:
+        """A turn ends when it has seen them all: with too high a count, it would ask every key for more."""
+        for lane in self.line._lanes.values():
+            kinds = [entry.is_ordinary for entry in lane.entries.values()]
+            assert lane.counts == [kinds.count(False), kinds.count(True)]
+
+    @invariant()
     def it_is_bounded(self) -> None:
         callers = [ticket for ticket, _ in self.waiting.values() if not ticket.demand.is_job]
         waiting = [ticket for ticket in callers if ticket.id not in self.offered]

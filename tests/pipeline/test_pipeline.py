@@ -783,6 +783,15 @@ async def fill(world: World, name: str, seqs: int = 2) -> list[Slot]:
     return [slot for slot in slots if isinstance(slot, Slot)]
 
 
+async def test_a_backend_whose_machine_serves_another_model_is_passed_over(world: World) -> None:
+    world.objections = {"light-0": (Exclusion.SWAPPED_OUT, "its box serves another model")}
+    world.answers(light_1=GOOD)
+
+    caller = await world.run(world.request())
+
+    assert caller.headers["x-gateway-backend"] == "light-1"
+
+
 async def test_a_full_pool_spills_to_the_next(world: World) -> None:
     held = [*await fill(world, "light-0"), *await fill(world, "light-1")]
     world.answers(push=GOOD)

@@ -222,6 +222,27 @@ async def test_nobody_who_is_sent_on_is_refused_for_backends_that_have_just_left
 
     (record,) = world.notes.requests
     assert (record.ending, record.backend) == (Ending.COMPLETED, "push")
+    assert record.decision is not None
+    assert record.decision.pools == ("push",)
+
+
+async def test_who_is_decided_anew_keeps_what_it_has_waited_and_is_not_refused() -> None:
+    world = World(TakenElsewhere())
+    (model,) = POLICY.models
+    none_may_wait = TrafficClass("chat", ("light",), waiting=Waiting(max_wait_s=60.0, waiting_max=0))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.pipeline.room.run)
+        tasks.start_soon(arrive, world, 1)
+        await anyio.wait_all_tasks_blocked()
+        world.clock.time += 1.5
+        world.policy = replace(POLICY, models=(replace(model, classes=(none_may_wait,)),))
+        world.pipeline.policy_changed()
+        await anyio.wait_all_tasks_blocked()
+
+        (waiter,) = world.pipeline.room.line.waiters(world.clock.now())
+        assert (waiter.traffic_class, waiter.waited_s) == ("chat", 1.5)
+        tasks.cancel_scope.cancel()
 
 
 async def test_of_many_that_wait_a_few_at_a_time_are_decided_anew() -> None:
