@@ -45,9 +45,11 @@ from gateway.core.usage import Ending, Usage
 from gateway.core.values import (
     Backend,
     Demand,
+    Endpoint,
     Exclusion,
     Load,
     Modalities,
+    OnDisconnect,
     Policy,
     Pool,
     Prompt,
@@ -149,6 +151,25 @@ async def test_nothing_is_learned_from_a_prompt_that_the_engine_cuts(world: Worl
     await world.run(world.request(stream=False), members={"truncate_prompt_tokens": 20})
 
     assert world.estimates.observed == []
+
+
+@pytest.mark.parametrize(("prompts", "observed"), [(1, [101]), (2, [])])
+async def test_usage_of_a_completion_is_learned_from_if_it_has_one_prompt(
+    world: World, prompts: int, observed: list[int]
+) -> None:
+    choices = [{"index": index, "text": "hello", "finish_reason": "stop"} for index in range(prompts)]
+    world.answers(light_0=Script([json.dumps({**json.loads(WHOLE), "choices": choices}).encode()]))
+    asked = world.request(
+        stream=False,
+        choices=prompts,
+        prompts=prompts,
+        seqs=prompts,
+        prompt=Prompt(raw_texts=("hi",) * prompts),
+    )
+
+    await world.run(replace(asked, endpoint=Endpoint.COMPLETIONS))
+
+    assert world.estimates.observed == observed
 
 
 async def test_usage_is_learned_from_and_hidden_from_who_did_not_ask(world: World) -> None:
@@ -633,6 +654,49 @@ async def test_a_job_is_left_to_its_worker_at_the_end_of_the_gateway(world: Worl
     assert caller.body == public(ROLE + HELLO + STOP) + DONE
 
 
+async def test_a_job_that_its_worker_takes_back_at_the_end_of_the_gateway_has_not_failed(
+    world: World,
+) -> None:
+    world.answers(light_0=Script([anyio.Event()]))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(is_job=True))
+        await anyio.wait_all_tasks_blocked()
+        world.pipeline.end()
+        tasks.cancel_scope.cancel()
+
+    (record,) = world.notes.requests
+    assert (record.ending, record.error_code) == (Ending.LEFT, "")
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "ending", "status"),
+    [("estimate", Ending.FAILED, 500), ("send", Ending.BROKEN, 200)],
+)
+async def test_a_fault_of_the_gateway_itself_is_recorded_as_one(
+    world: World, fails_at: str, ending: Ending, status: int
+) -> None:
+    caller = Caller()
+    world.answers(light_0=GOOD)
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    async def fail_to_send(_: bytes) -> None:
+        fail()
+
+    if fails_at == "estimate":
+        world.estimates.meanwhile = fail
+    else:
+        caller.before_send = fail_to_send
+
+    with pytest.raises(ZeroDivisionError):
+        await world.run(world.request(), caller)
+
+    (record,) = world.notes.requests
+    assert (record.ending, record.status, record.error_code) == (ending, status, "internal_error")
+
+
 async def test_a_stream_that_the_end_of_the_gateway_cuts_ends_with_an_error(world: World) -> None:
     world.answers(light_0=Script([ROLE + HELLO, anyio.Event()]))
     caller = Caller()
@@ -952,6 +1016,66 @@ async def test_where_a_job_would_go_is_decided_under_the_policy_that_came_meanwh
     assert (decision.traffic_class, decision.pools) == ("chat", ("push",))
 
 
+async def test_where_a_request_goes_is_decided_under_the_policy_that_came_meanwhile(world: World) -> None:
+    """Its pools have the names of those before, but other backends."""
+    world.answers(light_0=GOOD, new=GOOD)
+    await world.run(world.request())
+    (model,) = POLICY.models
+    newer = replace(
+        POLICY,
+        models=(replace(model, classes=(TrafficClass("chat", ("light", "push")),)),),
+        pools={**POLICY.pools, "light": Pool("light", ("new",))},
+        backends={**POLICY.backends, "new": replace(POLICY.backends["light-0"], id="new")},
+    )
+    world.fleet.known["new"] = world.fleet.known["light-0"]
+
+    def reloaded() -> None:
+        world.policy = newer
+
+    world.estimates.meanwhile = reloaded
+    caller = await world.run(world.request())
+
+    assert (caller.headers["x-gateway-class"], caller.headers["x-gateway-backend"]) == ("chat", "new")
+
+
+async def test_who_waits_is_told_when_all_its_backends_have_been_removed(world: World) -> None:
+    """The new policy would reject it, so it keeps the one under which it was accepted."""
+    held = [slot for name in world.policy.backends for slot in await fill(world, name)]
+    before = world.policy
+
+    def removed() -> None:
+        world.policy = Policy(models=(), pools={}, backends=dict[str, Backend]())
+        world.pipeline.policy_changed()
+
+    with anyio.fail_after(5):
+        told = await told_after(world, world.request(), removed)
+
+    assert type(told) is NoBackend
+    world.policy = before
+    for slot in held:
+        await world.ledger.release(slot)
+
+
+async def test_a_decision_sees_what_others_take_of_a_backend(world: World) -> None:
+    world.counts.kv_taken["light-0"] = 5
+    assert world.pipeline.snapshots()["light-0"].kv_taken == 5
+    world.counts.kv_taken.clear()
+    world.pipeline.room.line.note_long_waiting({"light-0": 2})
+    assert world.pipeline.snapshots()["light-0"].long_waiting == 2
+
+
+@pytest.mark.parametrize(("queues", "may"), [((None, None), False), ((None, OnDisconnect.CANCEL), True)])
+async def test_a_model_may_queue_its_chats_where_a_class_does(
+    world: World, queues: tuple[OnDisconnect | None, ...], may: bool
+) -> None:
+    (model,) = POLICY.models
+    classes = [replace(one, queue=queue) for one, queue in zip(model.classes, queues, strict=True)]
+    world.policy = replace(POLICY, models=(replace(model, classes=tuple(classes)),))
+
+    assert world.pipeline.may_queue("gemma-4") is may
+    assert not world.pipeline.may_queue("unknown")
+
+
 async def test_a_conversation_returns_to_its_replica(world: World) -> None:
     world.answers(light_0=GOOD, light_1=GOOD)
     (held,) = await fill(world, "light-0", seqs=1)
@@ -993,11 +1117,16 @@ async def test_jobs_of_a_lane_may_start_where_one_of_its_backends_is_up(
 
 
 @pytest.mark.parametrize(
-    ("why", "can_run_lane"), [(Exclusion.SWAPPED_OUT, True), (Exclusion.UNHEALTHY, False)]
+    ("why", "state", "can_run_lane"),
+    [
+        (Exclusion.SWAPPED_OUT, State.OUT, True),
+        (Exclusion.UNHEALTHY, State.OUT, False),
+        (Exclusion.UNHEALTHY, State.UP, False),
+    ],
 )
 async def test_a_swap_brings_in_what_is_out_but_not_what_is_in_quarantine(
-    world: World, why: Exclusion, can_run_lane: bool
+    world: World, why: Exclusion, state: State, can_run_lane: bool
 ) -> None:
     world.objections["push"] = why, "its box says so"
-    world.fleet.known["push"] = BackendStatus(state=State.OUT)
+    world.fleet.known["push"] = BackendStatus(state=state, served_models=("served",))
     assert world.pipeline.can_run_lane("gemma-4/long_document") is can_run_lane
