@@ -486,6 +486,9 @@ def test_a_class_that_moves_to_another_pool_leaves_nothing_where_it_was() -> Non
         *("mover", "moving-0", "moving-1", "moving-b"),
         *("staying-0", "staying-1"),
     ]
+    for number in range(3):
+        site.enter(f"new-{number}", 0.3, key="d", traffic_class=other)
+    assert site.line.position("new-2") == 2 + 2 + 1  # its own two, and those of b that stay
 
 
 def test_a_class_that_is_alone_in_its_pool_takes_all_along_when_the_pool_changes() -> None:
