@@ -178,6 +178,14 @@ def test_keys_without_an_advantage_are_forgotten() -> None:
     assert (shares.begin("0"), shares.begin("of many")) == (shares.begin("new"), shares.begin("new") + 2)
 
 
+def test_time_does_not_go_back_where_offers_are_taken_in_another_order() -> None:
+    shares = Shares([])
+    shares.advance(100)
+    shares.advance(50)
+
+    assert shares.begin("new") == 100
+
+
 def test_a_start_elsewhere_takes_time_no_further_than_its_own_key() -> None:
     shares = Shares([])
     shares.join("waits")
@@ -489,6 +497,19 @@ def test_a_class_that_moves_to_another_pool_leaves_nothing_where_it_was() -> Non
     for number in range(3):
         site.enter(f"new-{number}", 0.3, key="d", traffic_class=other)
     assert site.line.position("new-2") == 2 + 2 + 1  # its own two, and those of b that stay
+
+
+def test_what_a_key_has_in_a_class_that_moves_counts_where_it_has_more() -> None:
+    other = TrafficClass("other", ("push",), waiting=PATIENT.waiting)
+    site = Site()
+    for number in range(2):
+        site.enter(f"moving-{number}", key="b", traffic_class=PATIENT)
+    site.enter("there", key="b", traffic_class=other)
+    site.policy = replace(site.policy)  # as after a reload
+    for number in range(3):
+        site.enter(f"new-{number}", 0.1, key="d", traffic_class=replace(PATIENT, pools=("push",)))
+
+    assert site.line.position("new-2") == 2 + 3 + 1
 
 
 def test_a_class_that_is_alone_in_its_pool_takes_all_along_when_the_pool_changes() -> None:
@@ -2088,6 +2109,20 @@ def test_a_document_waits_for_no_backend_that_it_was_tried_on() -> None:
     assert site.start() == ["chat"]  # push is idle, and nobody else wants it
     site.line.leave("document")
     assert site.line.long_waiting() == {}
+
+
+def test_no_key_takes_what_is_looked_at_of_another_class() -> None:
+    other = TrafficClass("other", ("light",), waiting=PATIENT.waiting)
+    site = Site(knee=1)
+    for number in range(LOOKAHEAD):
+        for each in range(2):
+            site.enter(f"{number}/{each}", key=str(number), traffic_class=PATIENT)
+    for number in range(3):
+        site.enter(f"other-{number}", key="another", traffic_class=other)
+
+    shown = [one.id for one in site.line.waiters(0.0, most=1000)]
+
+    assert shown == [f"{number}/0" for number in range(LOOKAHEAD)] + [f"other-{n}" for n in range(3)]
 
 
 class Name(str):

@@ -22,6 +22,7 @@ from support.world import (
     Incoming,
     Script,
     World,
+    event,
 )
 
 from gateway.core import admission
@@ -97,6 +98,15 @@ async def test_a_stream_is_relayed_read_by_read(world: World) -> None:
     assert world.fleet.reports == [("light-0", Outcome.OK)]
     (record,) = world.notes.requests
     assert (record.ending, record.chunks) == (Ending.COMPLETED, 3)
+
+
+async def test_a_stream_that_ends_within_its_only_event_begins_all_the_same(world: World) -> None:
+    last = event(delta={"content": "hello"}, finish_reason="stop")
+    world.answers(light_0=Script([ROLE, last.rstrip()]))
+
+    caller = await world.run(world.request())
+
+    assert (caller.status, caller.body) == (200, public(ROLE + last) + DONE)
 
 
 async def test_nothing_reaches_the_caller_before_the_first_content(world: World) -> None:
