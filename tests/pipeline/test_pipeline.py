@@ -464,6 +464,7 @@ async def test_a_backend_that_never_starts_is_left_for_the_next(world: World) ->
 
     assert caller.headers["x-gateway-backend"] == "light-1"
     assert world.fleet.reports[0] == ("light-0", Outcome.TIMEOUT)
+    assert world.notes.attempts[0].detail == "The backend did not answer within 0.01 s."
 
 
 @pytest.mark.parametrize("limits", [{"idle_s": 0.01}, {"total_s": 0.05}], ids=["idle", "total"])
