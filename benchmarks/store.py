@@ -110,7 +110,7 @@ class JobCalls:
         self._store = RedisJobs(url, prefix=PREFIX, command_s=10.0)
         self._workers = [f"w{number}" for number in range(at_once)]
         self._submitted = 0
-        self._claimed: list[tuple[str, int]] = []  # id, chunks
+        self._claimed: list[tuple[str, str, int]] = []  # id, claim, chunks
 
     async def submit(self) -> None:
         """Accept a job."""
@@ -121,21 +121,21 @@ class JobCalls:
     async def claim(self) -> None:
         """Take the next one."""
         worker = self._workers.pop()
-        job = await self._store.claim(worker, [LANE], 3)
+        job = await self._store.claim(worker, [LANE], 3, "config")
         assert job is not None
-        self._claimed.append((job.id, 0))
+        self._claimed.append((job.id, job.claim, 0))
         self._workers.append(worker)
 
     async def append(self) -> None:
         """Add to one's answer."""
-        id, chunks = self._claimed.pop(0)
-        assert await self._store.append(id, 1, Chunk(chunks, 1, CHUNK))
-        self._claimed.append((id, chunks + 1))
+        id, claim, chunks = self._claimed.pop(0)
+        assert await self._store.append(id, claim, Chunk(chunks, 1, CHUNK))
+        self._claimed.append((id, claim, chunks + 1))
 
     async def finish(self) -> None:
         """End one."""
-        id, _ = self._claimed.pop()
-        assert await self._store.finish(id, 1, JobStatus.COMPLETED)
+        id, claim, _ = self._claimed.pop()
+        assert await self._store.finish(id, claim, JobStatus.COMPLETED)
 
     async def get(self) -> None:
         """Look at one."""

@@ -456,7 +456,8 @@ class JobStore(Protocol):
     ) -> Job | Refusal:
         """Accept a job, or return why not. A repeated idempotency key returns the job accepted first.
 
-        `replaces`: unless that one is FAILED or CANCELLED. Then the job takes its place.
+        `replaces`: unless that one is FAILED or CANCELLED. Then the job takes its place. Lines of batches are
+        submitted by `BatchStore`.
         """
 
     async def get(self, job_id: str) -> Job | None:
@@ -523,9 +524,7 @@ class JobStore(Protocol):
 
     # ------------------------------------------------------------ workers
 
-    async def claim(
-        self, worker: str, lanes: Collection[str], attempts_max: int, config: str = ""
-    ) -> Job | None:
+    async def claim(self, worker: str, lanes: Collection[str], attempts_max: int, config: str) -> Job | None:
         """Claim the next job of these lanes; None if there is none.
 
         A job that was refused under the worker's configuration `config` is left to others; see `refuse`.
@@ -539,9 +538,9 @@ class JobStore(Protocol):
         """
 
     async def beat(
-        self, worker: str, claims: Collection[tuple[str, int]], serving: Serving | None = None
+        self, worker: str, claims: Collection[tuple[str, str]], serving: Serving
     ) -> Collection[str]:
-        """Renew the claims of `worker`, pairs of (job id, attempt), and announce the models it can run.
+        """Renew the claims of `worker`, pairs of (job id, claim), and announce the models it can run.
 
         Returns the ids of jobs it has lost. The announcement expires after ten minutes.
         """
@@ -551,50 +550,46 @@ class JobStore(Protocol):
 
     # `claim` is the one in `Job`: a store that has lost data may reuse attempt numbers, but not claims.
 
-    async def append(self, job_id: str, attempt: int, chunk: Chunk, claim: str = "") -> bool:
+    async def append(self, job_id: str, claim: str, chunk: Chunk) -> bool:
         """Append a chunk to an answer. A chunk with a known number changes nothing.
 
-        False: this attempt no longer holds the job.
+        False: this claim no longer holds the job.
         """
 
-    async def finish(
-        self, job_id: str, attempt: int, status: JobStatus, error: JobError | None = None, claim: str = ""
-    ) -> bool:
-        """Make a job final. False: this attempt no longer holds it, and nothing changed."""
+    async def finish(self, job_id: str, claim: str, status: JobStatus, error: JobError | None = None) -> bool:
+        """Make a job final. False: this claim no longer holds it, and nothing changed."""
 
     async def give_back(
         self,
         job_id: str,
-        attempt: int,
+        claim: str,
         *,
+        attempts_max: int,
         after_s: float = 0.0,
         failed: bool = False,
-        attempts_max: int | None = None,
-        claim: str = "",
     ) -> bool:
         """Return a job to the front of the queue, not to start before `after_s`. `failed`: count a failure.
 
-        A job that then has `attempts_max` failures (None: no limit) becomes FAILED (`job_poisoned`).
+        A job that then has `attempts_max` failures becomes FAILED (`job_poisoned`).
 
-        False: this attempt no longer holds it.
+        False: this claim no longer holds it.
         """
 
     async def refuse(
         self,
         job_id: str,
-        attempt: int,
+        claim: str,
         error: JobError,
         *,
         config: str,
         attempts_max: int,
         after_s: float,
-        claim: str = "",
     ) -> Refused | None:
         """Return a job that this process's configuration cannot run.
 
         It is LEFT to workers that serve its model under a configuration that has not refused it. If there
         are none, this counts as a failure and the job rests for `after_s`; the last failure ends it with
-        `error`. None: this attempt no longer holds it.
+        `error`. None: this claim no longer holds it.
         """
 
     async def waiting(self, wait_s: float) -> Collection[tuple[str, int]]:

@@ -258,7 +258,7 @@ class Serving:
     """What a process can run.
 
     Attributes:
-        config: Identifies its configuration; "" if unknown.
+        config: Identifies its configuration.
         models: All names and aliases of its models.
     """
 

@@ -117,7 +117,7 @@ class JobRecord(Downstream):
 
     async def _append(self, chunk: Chunk) -> None:
         try:
-            is_held = await self._store.append(self._id, self._attempt, chunk, self._claim)
+            is_held = await self._store.append(self._id, self._claim, chunk)
         except ValueError:
             self.has_gap = True
             self.error = StoreUnavailable("The store has lost some of the answer.")

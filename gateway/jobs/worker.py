@@ -18,6 +18,7 @@ failures, when it has `attempts_max` of them.
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -277,15 +278,18 @@ class Worker:
 
     async def _beat(self) -> None:
         while True:
-            claims = [(claim.job.id, claim.job.attempt) for claim in self._claims.values()]
-            try:
-                lost = await self._store.beat(self._name, claims, self._serves())
-            except StoreUnavailable:
-                lost = ()  # writes of an attempt that was taken over are rejected anyway
-            for job_id, attempt in claims:
-                if job_id in lost:
-                    self._lose(job_id, attempt)
+            with suppress(StoreUnavailable):  # writes of an attempt that was taken over are rejected anyway
+                await self._renew()
             await anyio.sleep(self._rules.beat_s)
+
+    async def _renew(self) -> None:
+        # Not the claims: a reply may be late, and a job that has ended meanwhile is to be free with its body.
+        held = [(claim.job.id, claim.job.claim, claim.scope) for claim in self._claims.values()]
+        claims = [(job_id, token) for job_id, token, _ in held]
+        lost = await self._store.beat(self._name, claims, self._serves())
+        for job_id, _, scope in held:
+            if job_id in lost:
+                scope.cancel()
 
     def _lose(self, job_id: str, attempt: int) -> None:
         """Stop working on a job that this worker no longer holds."""
@@ -425,9 +429,7 @@ class Worker:
 
     async def _finish(self, claim: _Claim, status: JobStatus, error: JobError | None = None) -> None:
         job = claim.job
-        has_ended = await _until_answered(
-            lambda: self._store.finish(job.id, job.attempt, status, error, job.claim)
-        )
+        has_ended = await _until_answered(lambda: self._store.finish(job.id, job.claim, status, error))
         if not has_ended:
             raise JobLost
         self._tell(claim, AttemptOutcome.ENDED, status, error)
@@ -437,11 +439,10 @@ class Worker:
         is_back = await _until_answered(
             lambda: self._store.give_back(
                 job.id,
-                job.attempt,
+                job.claim,
+                attempts_max=self._rules.attempts_max,
                 after_s=after_s,
                 failed=failed,
-                attempts_max=self._rules.attempts_max,
-                claim=job.claim,
             )
         )
         if not is_back:
@@ -460,12 +461,11 @@ class Worker:
         became = await _until_answered(
             lambda: self._store.refuse(
                 job.id,
-                job.attempt,
+                job.claim,
                 error,
                 config=claim.config,
                 attempts_max=self._rules.attempts_max,
                 after_s=self._rules.retry_max_s,  # leaves time for gateways with another configuration
-                claim=job.claim,
             )
         )
         match became:

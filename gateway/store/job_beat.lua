@@ -1,4 +1,4 @@
--- ARGV  worker, its configuration or '', how many models it has, these, then any number of: id, attempt.
+-- ARGV  worker, its configuration, how many models it has, these, then any number of: id, token of its claim.
 -- Returns the ids of those that it no longer has.
 
 local worker, config, models = unpack(ARGV, OWN_ARGUMENTS, OWN_ARGUMENTS + 2)
@@ -10,9 +10,9 @@ for i = OWN_ARGUMENTS + 3, behind - 1 do
 end
 for i = behind, #ARGV, 2 do
     local job = load(ARGV[i])
-    if holds(job, ARGV[i + 1], '') and job.worker == worker then
+    if holds(job, ARGV[i + 1]) then
         -- Claiming what one has already, with JUSTID, does nothing but set its time to now.
-        redis.call('XCLAIM', job.stream, GROUP, worker, 0, job.entry, 'JUSTID')
+        redis.call('XCLAIM', job.stream, GROUP, job.worker, 0, job.entry, 'JUSTID')
     else
         lost[#lost + 1] = ARGV[i]
     end

@@ -1,4 +1,4 @@
--- ARGV  worker, token, failures after which a job is given up, the worker's configuration or '', then lanes.
+-- ARGV  worker, token, failures after which a job is given up, the worker's configuration, then lanes.
 -- Returns the job that was claimed, or nothing, as while jobs are drained. With the token of its last claim: the same job again.
 
 local PAGE, LOOKED_MAX = 100, 10000

@@ -1,12 +1,12 @@
--- ARGV  id, attempt, token of its claim, status, then code, message and parameter of an error.
--- Returns whether the attempt has ended the job.
+-- ARGV  id, token of its claim, status, then code, message and parameter of an error.
+-- Returns whether the claim has ended the job.
 
-local id, attempt, token, status, code, message, param = unpack(ARGV, OWN_ARGUMENTS)
+local id, token, status, code, message, param = unpack(ARGV, OWN_ARGUMENTS)
 local job = load(id)
 
-if holds(job, attempt, token) then
+if holds(job, token) then
     end_job(job, status, code, message, param)
     return 1
 end
 -- It has ended so already: the reply to that was lost.
-return is_last(job, attempt, token) and job.status == status and job.error_code == code and 1 or 0
+return is_last(job, token) and job.status == status and job.error_code == code and 1 or 0

@@ -1,13 +1,13 @@
--- ARGV  id, attempt, token of its claim, ms to rest, how many failures it adds, after how many the job is given up or ''.
--- Returns whether the attempt has given it back.
+-- ARGV  id, token of its claim, ms to rest, how many failures it adds, after how many the job is given up.
+-- Returns whether the claim has given it back.
 
-local id, attempt, token, rest_ms, failures, attempts_max = unpack(ARGV, OWN_ARGUMENTS)
+local id, token, rest_ms, failures, attempts_max = unpack(ARGV, OWN_ARGUMENTS)
 local job = load(id)
 
-if holds(job, attempt, token) then
+if holds(job, token) then
     insist(TAG)
-    set(job, {failures = job.failures + failures, returned = attempt})
-    if failures ~= '0' and attempts_max ~= '' and tonumber(job.failures) >= tonumber(attempts_max) then
+    set(job, {failures = job.failures + failures, returned = job.attempt})
+    if failures ~= '0' and tonumber(job.failures) >= tonumber(attempts_max) then
         poison(job)
         return 1
     end
@@ -16,5 +16,5 @@ if holds(job, attempt, token) then
     return 1
 end
 -- It was given back already: the reply to that was lost.
-local is_back = is_last(job, attempt, token) and job.returned == attempt
+local is_back = is_last(job, token) and job.returned == job.attempt
 return is_back and (job.status == 'queued' or job.error_code == 'job_poisoned') and 1 or 0

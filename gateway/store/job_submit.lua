@@ -1,10 +1,10 @@
--- ARGV  id, owner, lane, priority, body, facts, keep in ms, ms until it expires or '', batch, the most jobs and
+-- ARGV  id, owner, lane, priority, body, facts, keep in ms, ms until it expires or '', the most jobs and
 --       bytes of the owner, then digest of the idempotency key or '', fingerprint, how long it is kept in ms;
 --       whether the job replaces one accepted under that key that has no answer and will not get one.
 -- Returns the job, briefly: this one, or the one accepted before it; or why it is refused.
 
-local id, owner, lane, priority, body, facts, keep, expires, batch = unpack(ARGV, OWN_ARGUMENTS, OWN_ARGUMENTS + 8)
-local jobs_max, bytes_max, digest, fingerprint, promise_ms, replaces = unpack(ARGV, OWN_ARGUMENTS + 9)
+local id, owner, lane, priority, body, facts, keep, expires = unpack(ARGV, OWN_ARGUMENTS, OWN_ARGUMENTS + 7)
+local jobs_max, bytes_max, digest, fingerprint, promise_ms, replaces = unpack(ARGV, OWN_ARGUMENTS + 8)
 
 sweep()
 local before = show(id, true)
@@ -32,6 +32,6 @@ if tonumber(has[2] or 0) + bytes > tonumber(bytes_max) then
 end
 remember_submitted(digest, fingerprint, id, promise_ms)
 accept({
-    id = id, owner = owner, lane = lane, priority = priority, body = body, facts = facts, keep = keep, batch = batch
+    id = id, owner = owner, lane = lane, priority = priority, body = body, facts = facts, keep = keep, batch = ''
 }, expires)
 return show(id, true)

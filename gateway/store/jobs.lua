@@ -90,15 +90,15 @@ local function has_failed(job)
     return job.status == 'failed' or job.status == 'cancelled'
 end
 
--- Whether this is the job's latest attempt. An attempt that the store has forgotten may have had the same number,
--- but with another claim token. '' matches any.
-local function is_last(job, attempt, token)
-    return job and job.attempt == attempt and (token == '' or job.token == token)
+-- Whether this is the token of the job's latest claim. The number of its attempt may have been that of another claim,
+-- which the store has forgotten.
+local function is_last(job, token)
+    return job and job.token == token
 end
 
--- Whether an attempt holds the job.
-local function holds(job, attempt, token)
-    return is_last(job, attempt, token) and job.status == 'in_progress'
+-- Whether a claim holds the job.
+local function holds(job, token)
+    return is_last(job, token) and job.status == 'in_progress'
 end
 
 -- Returns a queued job's position in its lane, from 1; for a resting job, the position it would get now.

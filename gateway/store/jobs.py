@@ -140,7 +140,6 @@ class RedisJobs:
         reply = await self._run(
             "submit",
             *words_of(job),
-            job.batch,
             quota.queued_max,
             quota.bytes_max,
             digest,
@@ -248,9 +247,7 @@ class RedisJobs:
 
     # ------------------------------------------------------------ workers
 
-    async def claim(
-        self, worker: str, lanes: Collection[str], attempts_max: int, config: str = ""
-    ) -> Job | None:
+    async def claim(self, worker: str, lanes: Collection[str], attempts_max: int, config: str) -> Job | None:
         """See `ports.JobStore.claim`. If a reply was lost, the next call returns the same job."""
         heard = self._work_heard
         token = self._tokens.setdefault(worker, secrets.token_hex(8))
@@ -262,12 +259,11 @@ class RedisJobs:
         return job
 
     async def beat(
-        self, worker: str, claims: Collection[tuple[str, int]], serving: Serving | None = None
+        self, worker: str, claims: Collection[tuple[str, str]], serving: Serving
     ) -> Collection[str]:
         """See `ports.JobStore.beat`."""
-        serving = serving or Serving("", frozenset())
         flat = [word for claim in claims for word in claim]
-        models = serving.models if serving.config else ()
+        models = serving.models
         reply = await self._run("beat", worker, serving.config, len(models), *models, *flat)
         return [job_id.decode() for job_id in reply]
 
@@ -277,56 +273,49 @@ class RedisJobs:
         found = await self._ask(lambda: redis.zrange(self._key("serving", model), 0, -1))
         return any(member.decode().rpartition(" ")[2] != config for member in found)
 
-    async def append(self, job_id: str, attempt: int, chunk: Chunk, claim: str = "") -> bool:
+    async def append(self, job_id: str, claim: str, chunk: Chunk) -> bool:
         """See `ports.JobStore.append`.
 
         Raises:
             ValueError: a chunk is missing before it.
         """
-        outcome = await self._run(
-            "append", job_id, attempt, claim, chunk.number, int(chunk.restarts), chunk.data
-        )
+        outcome = await self._run("append", job_id, claim, chunk.number, int(chunk.restarts), chunk.data)
         if outcome < 0:
             raise ValueError(f"a chunk is missing before number {chunk.number} of {job_id}")
         return bool(outcome)
 
-    async def finish(
-        self, job_id: str, attempt: int, status: JobStatus, error: JobError | None = None, claim: str = ""
-    ) -> bool:
+    async def finish(self, job_id: str, claim: str, status: JobStatus, error: JobError | None = None) -> bool:
         """See `ports.JobStore.finish`."""
         words = () if error is None else _words(error)
-        return bool(await self._run("finish", job_id, attempt, claim, status, *words))
+        return bool(await self._run("finish", job_id, claim, status, *words))
 
     async def give_back(
         self,
         job_id: str,
-        attempt: int,
+        claim: str,
         *,
+        attempts_max: int,
         after_s: float = 0.0,
         failed: bool = False,
-        attempts_max: int | None = None,
-        claim: str = "",
     ) -> bool:
         """See `ports.JobStore.give_back`."""
         rest_ms = max(0, round(after_s * 1000))
-        most = attempts_max or ""
-        return bool(await self._run("give_back", job_id, attempt, claim, rest_ms, int(failed), most))
+        return bool(await self._run("give_back", job_id, claim, rest_ms, int(failed), attempts_max))
 
     async def refuse(
         self,
         job_id: str,
-        attempt: int,
+        claim: str,
         error: JobError,
         *,
         config: str,
         attempts_max: int,
         after_s: float,
-        claim: str = "",
     ) -> Refused | None:
         """See `ports.JobStore.refuse`."""
         rest_ms = max(0, round(after_s * 1000))
         words = (config, rest_ms, attempts_max, *_words(error))
-        reply = await self._run("refuse", job_id, attempt, claim, *words)
+        reply = await self._run("refuse", job_id, claim, *words)
         return None if reply is None else Refused(reply.decode())
 
     async def waiting(self, wait_s: float) -> Collection[tuple[str, int]]:

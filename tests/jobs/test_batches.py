@@ -87,15 +87,15 @@ class Workers:
         while True:
             lanes = await self._store.lanes()
             self.most = max(self.most, sum(lane.queued for lane in lanes))
-            job = await self._store.claim("w", [LANE], 3)
+            job = await self._store.claim("w", [LANE], 3, "c")
             if job is None:
                 await anyio.sleep(0.005)
                 continue
             custom_id = json.loads(job.new.facts)["custom_id"]
             self.begun[custom_id] += 1
             status, error = self.ends.get(custom_id, (JobStatus.COMPLETED, None))
-            await self._store.append(job.id, job.attempt, Chunk(0, job.attempt, answer_to(custom_id)))
-            await self._store.finish(job.id, job.attempt, status, error)
+            await self._store.append(job.id, job.claim, Chunk(0, job.attempt, answer_to(custom_id)))
+            await self._store.finish(job.id, job.claim, status, error)
 
 
 @asynccontextmanager

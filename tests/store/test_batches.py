@@ -61,7 +61,7 @@ async def end(world: BatchWorld, id: str) -> None:
     """Let a job, which is next, have its answer."""
     job = await world.jobs.claim("w", [LANE], 3)
     assert job is not None and job.id == id
-    assert await world.jobs.finish(id, job.attempt, JobStatus.COMPLETED)
+    assert await world.jobs.finish(id, job.claim, JobStatus.COMPLETED)
 
 
 # ------------------------------------------------------------------ callers

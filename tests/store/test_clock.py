@@ -6,7 +6,7 @@ from typing import Any, cast
 import anyio
 import pytest
 from support.batch_world import BatchWorld
-from support.job_world import LANE, JobWorld
+from support.job_world import LANE, NO_MODELS, JobWorld
 from support.webhook_store import Announcing
 
 from gateway.core.idempotency import IdempotencyClaim, KeyState, fingerprint
@@ -62,18 +62,18 @@ async def test_jobs_of_a_worker_that_died_and_jobs_that_rest_go_on(world: JobWor
     await world.submit(jobs, "dead", "alive", "rests")
     for id, worker in (("dead", "first"), ("alive", "second"), ("rests", "second")):
         assert (await world.claim(jobs, worker)).id == id
-    assert await jobs.give_back("rests", 1, after_s=0.05)
+    assert await jobs.give_back(*jobs.held("rests"), attempts_max=3, after_s=0.05)
     await jobs_an_hour_ahead(world, "dead", "alive")
 
     found: dict[str, Job] = {}
     with anyio.fail_after(WITHIN_S):
         while len(found) < 2:
-            assert await jobs.beat("second", [("alive", 1)]) == []
+            assert await jobs.beat("second", [jobs.held("alive")], NO_MODELS) == []
             if (job := await jobs.claim("third", [LANE], 3)) is not None:
                 found[job.id] = job
-            await jobs.beat("third", [(job.id, job.attempt) for job in found.values()])
+            await jobs.beat("third", [(job.id, job.claim) for job in found.values()], NO_MODELS)
     assert {id: (job.attempt, job.failures) for id, job in found.items()} == {"rests": (2, 0), "dead": (2, 1)}
-    assert await jobs.finish("alive", 1, JobStatus.COMPLETED)
+    assert await jobs.finish(*jobs.held("alive"), JobStatus.COMPLETED)
 
 
 async def test_a_batch_whose_process_died_is_taken_up(store: Any) -> None:

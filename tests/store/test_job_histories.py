@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from support.job_world import LEFT, JobWorld, new_job
+from support.job_world import LEFT, NO_MODELS, JobWorld, new_job
 from support.redis_server import RedisServer, legs, own_server
 
 from gateway.core.errors import StoreUnavailable
@@ -209,7 +209,7 @@ class JobHistories(RuleBasedStateMachine):
         chunk = Chunk(len(job.data), claim[1], b"x" * (1 + pick % 7), restarts)
         held = self.holds(claim)
         for _ in range(times):
-            assert self.run(self.stores[0].append(*claim, chunk)) is held
+            assert self.run(self.stores[0].append(*self.callers.held(*claim), chunk)) is held
         if held:
             job.data.append(chunk.data)
 
@@ -222,26 +222,28 @@ class JobHistories(RuleBasedStateMachine):
         code = error.code if error else None
         held = self.holds(claim)
         repeats = job.is_kept and (job.status, job.attempt, job.code) == (status, claim[1], code)
-        assert self.run(self.stores[0].finish(*claim, status, error)) is (held or repeats)
+        assert self.run(self.stores[0].finish(*self.callers.held(*claim), status, error)) is (held or repeats)
         if held:
             self.end(job, status, code)
 
     @precondition(lambda self: self.claims)
-    @rule(pick=picks, rests=st.booleans(), failed=st.booleans(), ends=st.booleans())
-    def give_back(self, pick: int, rests: bool, failed: bool, ends: bool) -> None:
+    @rule(pick=picks, rests=st.booleans(), failed=st.booleans())
+    def give_back(self, pick: int, rests: bool, failed: bool) -> None:
         claim = self.claims[-1 - pick % len(self.claims)]
         job = self.models[claim[0]]
         held = self.holds(claim)
         is_back = job.status is JobStatus.QUEUED or job.code == "job_poisoned"
         repeats = job.is_kept and is_back and job.attempt == job.returned == claim[1]
         after_s = 1000.0 if rests else 0.0
-        most = ATTEMPTS_MAX if ends else None
-        given = self.run(self.stores[0].give_back(*claim, after_s=after_s, failed=failed, attempts_max=most))
+        words = self.callers.held(*claim)
+        given = self.run(
+            self.stores[0].give_back(*words, attempts_max=ATTEMPTS_MAX, after_s=after_s, failed=failed)
+        )
         assert given is (held or repeats)
         if held:
             job.failures += failed
             job.returned = claim[1]
-        if held and failed and ends and job.failures >= ATTEMPTS_MAX:
+        if held and failed and job.failures >= ATTEMPTS_MAX:
             self.end(job, JobStatus.FAILED, "job_poisoned")
         elif held:
             self.queue(job, is_new=False, rests=rests)
@@ -255,7 +257,7 @@ class JobHistories(RuleBasedStateMachine):
         repeats = job.is_kept and job.attempt == claim[1] and (job.code == "x" or job.returned == claim[1])
         refused = self.run(
             self.stores[worker].refuse(
-                *claim,
+                *self.callers.held(*claim),
                 JobError("x", "It failed."),
                 config=f"c{worker}",
                 attempts_max=ATTEMPTS_MAX,
@@ -279,16 +281,16 @@ class JobHistories(RuleBasedStateMachine):
 
     @rule(worker=workers)
     def beat(self, worker: int) -> None:
-        lost = self.run(self.stores[worker].beat(f"w{worker}", self.claims))
-        has = [self.holds(claim) and self.models[claim[0]].worker == worker for claim in self.claims]
-        assert list(lost) == [claim[0] for claim, held in zip(self.claims, has, strict=True) if not held]
+        claims = [self.callers.held(*claim) for claim in self.claims]
+        lost = self.run(self.stores[worker].beat(f"w{worker}", claims, NO_MODELS))
+        assert list(lost) == [claim[0] for claim in self.claims if not self.holds(claim)]
 
     @rule(worker=workers)
     def die(self, worker: int) -> None:
         for lane in LANES:  # one after the other: else which goes first is the server's choice
             lost = [job for job in self.of(JobStatus.IN_PROGRESS) if (job.worker, job.lane) == (worker, lane)]
             self.run(self.world.lose_worker_of(*(job.id for job in lost)))
-            self.run(self.stores[(worker + 1) % WORKERS].beat("another", []))
+            self.run(self.stores[(worker + 1) % WORKERS].beat("another", [], NO_MODELS))
             for job in sorted(lost, key=lambda job: job.rank):
                 job.failures += 1
                 self.queue(job, is_new=False)
@@ -318,7 +320,7 @@ class JobHistories(RuleBasedStateMachine):
     def forget(self) -> None:
         jobs = [job for job in self.models.values() if job.status.is_final]
         self.run(self.world.keep_is_over(*(job.id for job in jobs)))
-        self.run(self.stores[0].beat("w0", []))
+        self.run(self.stores[0].beat("w0", [], NO_MODELS))
         for job in jobs:
             job.is_kept = False
 
@@ -415,7 +417,7 @@ class JobHistories(RuleBasedStateMachine):
             for id in await self.redis.zrange(self.world.key("resting", lane), 0, -1):
                 await self.redis.zadd(self.world.key("resting", lane), {str(id): 1})
         while job := await self.stores[0].claim("w0", LANES, ATTEMPTS_MAX):
-            assert await self.stores[0].finish(job.id, job.attempt, JobStatus.COMPLETED)
+            assert await self.stores[0].finish(job.id, job.claim, JobStatus.COMPLETED)
 
 
 @pytest.mark.parametrize(("leg", "examples"), list(zip(legs(own=True), (25, 15), strict=False)))

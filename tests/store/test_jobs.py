@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 from redis.asyncio import Redis
-from support.job_world import LANE, LANES, LEFT, QUOTA, JobWorld, new_job
+from support.job_world import LANE, LANES, LEFT, NO_MODELS, QUOTA, Jobs, JobWorld, new_job
 from support.redis_server import RedisServer, limited, own_server
 
 from gateway.clock import SystemClock
@@ -30,7 +30,6 @@ from gateway.core.jobs import (
     Serving,
 )
 from gateway.jobs.watch import QueueWatch
-from gateway.store.jobs import RedisJobs
 
 WITHIN_S = 20.0
 BODY = b'{"stream":true}'
@@ -39,12 +38,12 @@ PROMISE = Idempotency("k", "/v1/responses", "f")
 
 
 @pytest.fixture
-def jobs(world: JobWorld) -> RedisJobs:
+def jobs(world: JobWorld) -> Jobs:
     return world.open()
 
 
 @asynccontextmanager
-async def listening(*stores: RedisJobs) -> AsyncIterator[None]:
+async def listening(*stores: Jobs) -> AsyncIterator[None]:
     """Run stores in the background, each after it has begun to listen."""
     async with anyio.create_task_group() as tasks:
         for store in stores:
@@ -54,13 +53,13 @@ async def listening(*stores: RedisJobs) -> AsyncIterator[None]:
         tasks.cancel_scope.cancel()
 
 
-async def get(jobs: RedisJobs, id: str) -> Job:
+async def get(jobs: Jobs, id: str) -> Job:
     job = await jobs.get(id)
     assert job is not None
     return job
 
 
-async def claimed(jobs: RedisJobs, worker: str = "w", lanes: Collection[str] = LANES) -> list[str]:
+async def claimed(jobs: Jobs, worker: str = "w", lanes: Collection[str] = LANES) -> list[str]:
     """Return the ids of the jobs that can be claimed now, in order."""
     ids = []
     while job := await jobs.claim(worker, lanes, 3):
@@ -84,13 +83,12 @@ async def claimed(jobs: RedisJobs, worker: str = "w", lanes: Collection[str] = L
             priority=JobPriority.BATCH,
             keep_s=1.5,
             expires_s=60.25,
-            batch="batch_1",
         ),
         new_job("a", key=""),
     ],
     ids=["plain", "all", "empty-key"],
 )
-async def test_what_was_handed_over_comes_back(jobs: RedisJobs, new: NewJob) -> None:
+async def test_what_was_handed_over_comes_back(jobs: Jobs, new: NewJob) -> None:
     accepted = await jobs.submit(new, QUOTA)
     assert isinstance(accepted, Job)
     whole = Job(new, JobStatus.QUEUED, created_at=accepted.created_at, position=1, size_bytes=new.size_bytes)
@@ -101,14 +99,14 @@ async def test_what_was_handed_over_comes_back(jobs: RedisJobs, new: NewJob) -> 
     assert await jobs.get("b") is await jobs.load("b") is None
 
 
-async def test_repeating_a_submission_changes_nothing(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_repeating_a_submission_changes_nothing(world: JobWorld, jobs: Jobs) -> None:
     first = await jobs.submit(new_job("a"), QUOTA)
     assert await jobs.submit(new_job("a"), QUOTA) == first
     assert await world.quota() == (1, SIZE)
     assert await claimed(jobs) == ["a"]
 
 
-async def test_an_idempotency_key_returns_the_job_accepted_first(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_an_idempotency_key_returns_the_job_accepted_first(world: JobWorld, jobs: Jobs) -> None:
     first = await jobs.submit(new_job("a"), QUOTA, PROMISE)
     assert await jobs.submit(new_job("b"), QUOTA, PROMISE) == first
     other = Idempotency("k", "/v1/responses", "another body")
@@ -119,13 +117,13 @@ async def test_an_idempotency_key_returns_the_job_accepted_first(world: JobWorld
 
 
 @pytest.mark.parametrize("status", [JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.COMPLETED, None])
-async def test_a_job_may_replace_one_that_has_no_answer(jobs: RedisJobs, status: JobStatus | None) -> None:
+async def test_a_job_may_replace_one_that_has_no_answer(jobs: Jobs, status: JobStatus | None) -> None:
     await jobs.submit(new_job("a"), QUOTA, PROMISE)
     if status is JobStatus.CANCELLED:
         await jobs.cancel("a")
     elif status is not None:
         assert await claimed(jobs) == ["a"]
-        assert await jobs.finish("a", 1, status)
+        assert await jobs.finish(*jobs.held("a"), status)
     expected = "b" if status in (JobStatus.FAILED, JobStatus.CANCELLED) else "a"
     for _ in range(2):
         found = await jobs.submit(new_job("b"), QUOTA, PROMISE, replaces=True)
@@ -134,11 +132,13 @@ async def test_a_job_may_replace_one_that_has_no_answer(jobs: RedisJobs, status:
     assert isinstance(later, Job) and later.id == expected
 
 
-async def test_a_job_that_is_revoked_never_runs(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_a_job_that_is_revoked_never_runs(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "queued", "runs")
     assert (await world.claim(jobs)).id == "queued"
     assert [await jobs.revoke(id) for id in ("queued", "runs", "late")] == [True, True, False]
-    assert await jobs.beat("w", [("queued", 1)]) == ["queued"]  # it is no longer its worker's
+    assert await jobs.beat("w", [jobs.held("queued")], NO_MODELS) == [
+        "queued"
+    ]  # it is no longer its worker's
     with pytest.raises(StoreUnavailable, match="too late"):
         await jobs.submit(new_job("late"), QUOTA)
     assert await claimed(jobs) == []
@@ -148,7 +148,7 @@ async def test_a_job_that_is_revoked_never_runs(world: JobWorld, jobs: RedisJobs
 
 async def test_a_full_server_revokes_too(tmp_path: Path) -> None:
     with own_server("valkey-9", tmp_path) as server:
-        jobs = RedisJobs(server.url)
+        jobs = Jobs(server.url)
         await jobs.submit(new_job("a"), QUOTA)
         async with Redis.from_url(server.url) as redis:
             await redis.config_set("maxmemory", 1)
@@ -167,21 +167,21 @@ async def test_a_full_server_revokes_too(tmp_path: Path) -> None:
     ],
 )
 async def test_an_idempotency_key_is_of_one_caller_and_route(
-    jobs: RedisJobs, key: str | None, promise: Idempotency
+    jobs: Jobs, key: str | None, promise: Idempotency
 ) -> None:
     await jobs.submit(new_job("a"), QUOTA, PROMISE)
     second = await jobs.submit(new_job("b", key=key), QUOTA, promise)
     assert isinstance(second, Job) and second.id == "b"
 
 
-async def test_an_idempotency_key_outlives_a_job_that_was_deleted(jobs: RedisJobs) -> None:
+async def test_an_idempotency_key_outlives_a_job_that_was_deleted(jobs: Jobs) -> None:
     await jobs.submit(new_job("a"), QUOTA, PROMISE)
     await jobs.delete("a")
     second = await jobs.submit(new_job("b"), QUOTA, PROMISE)
     assert isinstance(second, Job) and second.id == "b"
 
 
-async def test_a_quota_of_jobs_counts_those_that_wait_or_run(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_a_quota_of_jobs_counts_those_that_wait_or_run(world: JobWorld, jobs: Jobs) -> None:
     quota = Quota(queued_max=2)
     for id in ("a", "b"):
         assert isinstance(await jobs.submit(new_job(id), quota), Job)
@@ -190,23 +190,21 @@ async def test_a_quota_of_jobs_counts_those_that_wait_or_run(world: JobWorld, jo
     job = await world.claim(jobs)
     assert await jobs.submit(new_job("c"), quota) is Refusal.TOO_MANY_JOBS
 
-    await jobs.finish(job.id, 1, JobStatus.COMPLETED)
+    await jobs.finish(job.id, job.claim, JobStatus.COMPLETED)
     assert isinstance(await jobs.submit(new_job("c"), quota), Job)
     await jobs.cancel("b")
     assert isinstance(await jobs.submit(new_job("e"), quota), Job)
     assert await world.quota() == (2, 4 * SIZE)
 
 
-async def test_a_quota_of_bytes_counts_answers_until_they_are_forgotten(
-    world: JobWorld, jobs: RedisJobs
-) -> None:
+async def test_a_quota_of_bytes_counts_answers_until_they_are_forgotten(world: JobWorld, jobs: Jobs) -> None:
     quota = Quota(bytes_max=2 * SIZE + 10)
     await jobs.submit(new_job("a"), quota)
     await world.claim(jobs)
-    await jobs.append("a", 1, Chunk(0, 1, b"x" * 11))
-    await jobs.append("a", 1, Chunk(0, 1, b"x" * 11))
+    await jobs.append(*jobs.held("a"), Chunk(0, 1, b"x" * 11))
+    await jobs.append(*jobs.held("a"), Chunk(0, 1, b"x" * 11))
     assert await world.quota() == (1, SIZE + 11)
-    await jobs.finish("a", 1, JobStatus.COMPLETED)
+    await jobs.finish(*jobs.held("a"), JobStatus.COMPLETED)
     assert await jobs.submit(new_job("b"), quota) is Refusal.TOO_MANY_BYTES
 
     await world.keep_is_over("a")
@@ -217,7 +215,7 @@ async def test_a_quota_of_bytes_counts_answers_until_they_are_forgotten(
 # ------------------------------------------------------------------ handed out
 
 
-async def test_the_order_is_by_priority_then_by_arrival(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_the_order_is_by_priority_then_by_arrival(world: JobWorld, jobs: Jobs) -> None:
     for id, priority in zip("abcdef", [*JobPriority, *JobPriority][::-1], strict=True):
         await world.submit(jobs, id, priority=priority)  # batch, normal, high, batch, ...
     positions = {id: (await get(jobs, id)).position for id in "abcdef"}
@@ -225,7 +223,7 @@ async def test_the_order_is_by_priority_then_by_arrival(world: JobWorld, jobs: R
     assert await claimed(jobs) == ["c", "f", "b", "e", "a", "d"]
 
 
-async def test_lanes_do_not_wait_for_each_other(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_lanes_do_not_wait_for_each_other(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a", "b", lane="m/light")
     await world.submit(jobs, "c", lane="m/push")
     await world.submit(jobs, "d", lane="m/push", priority=JobPriority.HIGH)
@@ -235,13 +233,13 @@ async def test_lanes_do_not_wait_for_each_other(world: JobWorld, jobs: RedisJobs
     assert await claimed(jobs, lanes=["m/light", "m/push", "m/none"]) == ["d", "c"]
 
 
-async def test_of_several_lanes_what_came_first_goes_first(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_of_several_lanes_what_came_first_goes_first(world: JobWorld, jobs: Jobs) -> None:
     for number in range(6):
         await world.submit(jobs, str(number), lane=f"m/{number % 3}")
     assert await claimed(jobs, lanes=["m/0", "m/1", "m/2"]) == list("012345")
 
 
-async def test_a_claim_says_who_has_it_and_which_attempt_it_is(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_a_claim_says_who_has_it_and_which_attempt_it_is(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a")
     job = await world.claim(jobs, "me")
     assert (job.status, job.attempt, job.worker, job.position) == (JobStatus.IN_PROGRESS, 1, "me", None)
@@ -250,7 +248,7 @@ async def test_a_claim_says_who_has_it_and_which_attempt_it_is(world: JobWorld, 
     assert await jobs.load("a") == job
 
 
-async def test_many_workers_get_every_job_once(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_many_workers_get_every_job_once(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, *(f"j{number}" for number in range(60)))
     got: Counter[str] = Counter()
 
@@ -263,23 +261,23 @@ async def test_many_workers_get_every_job_once(world: JobWorld, jobs: RedisJobs)
     assert got == Counter({f"j{number}": 1 for number in range(60)})
 
 
-async def test_what_is_given_back_goes_first(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_what_is_given_back_goes_first(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a", "b", "c")
     await world.submit(jobs, "h", priority=JobPriority.HIGH)
     assert [(await world.claim(jobs)).id for _ in range(3)] == ["h", "a", "b"]
 
-    assert await jobs.give_back("b", 1, failed=True)
-    assert await jobs.give_back("a", 1)
+    assert await jobs.give_back(*jobs.held("b"), attempts_max=3, failed=True)
+    assert await jobs.give_back(*jobs.held("a"), attempts_max=3)
     assert [(await get(jobs, id)).position for id in "bac"] == [1, 2, 3]
     assert [(await get(jobs, id)).failures for id in "bac"] == [1, 0, 0]
     assert await claimed(jobs) == ["b", "a", "c"]
     assert [(await get(jobs, id)).attempt for id in "bac"] == [2, 2, 1]
 
 
-async def test_what_rests_does_not_hold_up_what_is_behind_it(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_what_rests_does_not_hold_up_what_is_behind_it(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a", "b", "c")
     await world.claim(jobs)
-    assert await jobs.give_back("a", 1, after_s=500.0)
+    assert await jobs.give_back(*jobs.held("a"), attempts_max=3, after_s=500.0)
     resting = await get(jobs, "a")
     assert 490 < resting.retry_at - resting.created_at < 510
     assert resting.position == 1
@@ -290,56 +288,56 @@ async def test_what_rests_does_not_hold_up_what_is_behind_it(world: JobWorld, jo
     assert (await get(jobs, "a")).retry_at == 0
 
 
-async def test_giving_back_twice_is_giving_back_once(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_giving_back_twice_is_giving_back_once(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a")
     await world.claim(jobs)
-    assert await jobs.give_back("a", 1, failed=True)
-    assert await jobs.give_back("a", 1, failed=True)
+    assert await jobs.give_back(*jobs.held("a"), attempts_max=3, failed=True)
+    assert await jobs.give_back(*jobs.held("a"), attempts_max=3, failed=True)
     assert (await get(jobs, "a")).failures == 1
     assert await claimed(jobs) == ["a"]
-    assert not await jobs.give_back("a", 1, failed=True)
+    assert not await jobs.give_back(*jobs.held("a"), attempts_max=3, failed=True)
 
 
 # ------------------------------------------------------------------ lost, given up, too late
 
 
-async def test_who_is_not_heard_of_loses_the_job_for_good(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_who_is_not_heard_of_loses_the_job_for_good(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a", "b")
     await world.claim(jobs, "dead")
     await world.lose_worker_of("a")
     again = await world.claim(jobs, "next")
 
     assert (again.id, again.attempt, again.failures, again.worker) == ("a", 2, 1, "next")
-    assert not await jobs.append("a", 1, Chunk(0, 1, b"late"))
-    assert not await jobs.finish("a", 1, JobStatus.COMPLETED)
-    assert not await jobs.give_back("a", 1)
-    assert await jobs.beat("dead", [("a", 1)]) == ["a"]
+    assert not await jobs.append(*jobs.held("a"), Chunk(0, 1, b"late"))
+    assert not await jobs.finish(*jobs.held("a"), JobStatus.COMPLETED)
+    assert not await jobs.give_back(*jobs.held("a"), attempts_max=3)
+    assert await jobs.beat("dead", [jobs.held("a")], NO_MODELS) == ["a"]
     assert await jobs.load("a") == again
-    assert await jobs.append("a", 2, Chunk(0, 2, b"x"))
+    assert await jobs.append(*jobs.held("a", 2), Chunk(0, 2, b"x"))
 
 
-async def test_a_late_return_by_who_has_lost_it_does_nothing(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_a_late_return_by_who_has_lost_it_does_nothing(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a")
     await world.claim(jobs, "dead")
     await world.lose_worker_of("a")
-    await jobs.beat("other", [])
+    await jobs.beat("other", [], NO_MODELS)
     assert (await get(jobs, "a")).status is JobStatus.QUEUED
-    assert not await jobs.give_back("a", 1, after_s=100.0, failed=True)
+    assert not await jobs.give_back(*jobs.held("a"), attempts_max=3, after_s=100.0, failed=True)
     assert (await world.claim(jobs)).failures == 1
 
 
-async def test_a_beat_keeps_a_job(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_a_beat_keeps_a_job(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a", "b")
     await world.claim(jobs, "here")
     await world.claim(jobs, "there")
     await world.lose_worker_of("a", "b")
-    assert await jobs.beat("here", [("a", 1)]) == []
+    assert await jobs.beat("here", [jobs.held("a")], NO_MODELS) == []
     assert (await get(jobs, "a")).status is JobStatus.IN_PROGRESS
     assert (await get(jobs, "b")).status is JobStatus.QUEUED
-    assert await jobs.beat("there", [("b", 1), ("c", 1)]) == ["b", "c"]
+    assert await jobs.beat("there", [jobs.held("b"), jobs.held("c")], NO_MODELS) == ["b", "c"]
 
 
-async def test_nobody_is_lost_while_nobody_could_be_heard(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_nobody_is_lost_while_nobody_could_be_heard(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a")
     await world.claim(jobs)
     await world.lose_worker_of("a")
@@ -347,21 +345,21 @@ async def test_nobody_is_lost_while_nobody_could_be_heard(world: JobWorld, jobs:
     await world.redis.hset(world.key("clock"), "heard", str(long_ago))
 
     assert await jobs.claim("other", [LANE], 3) is None
-    assert await jobs.beat("w", [("a", 1)]) == []
+    assert await jobs.beat("w", [jobs.held("a")], NO_MODELS) == []
     await world.is_due()
     assert await jobs.claim("other", [LANE], 3) is None
     await world.lose_worker_of("a")
     assert (await world.claim(jobs, "other")).id == "a"
 
 
-async def test_a_job_that_keeps_failing_is_given_up(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_a_job_that_keeps_failing_is_given_up(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a", "b")
     for attempt in (1, 2, 3):
         assert (await world.claim(jobs)).attempt == attempt
-        if attempt == 2:
+        if attempt == 3:
             await world.lose_worker_of("a")
         else:
-            await jobs.give_back("a", attempt, failed=True)
+            await jobs.give_back(*jobs.held("a", attempt), attempts_max=3, failed=True)
     assert (await world.claim(jobs)).id == "b"
     job = await get(jobs, "a")
     assert job.status is JobStatus.FAILED
@@ -369,16 +367,16 @@ async def test_a_job_that_keeps_failing_is_given_up(world: JobWorld, jobs: Redis
     assert (job.attempt, job.failures, job.position) == (3, 3, None)
 
 
-async def test_given_back_without_a_failure_it_is_never_given_up(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_given_back_without_a_failure_it_is_never_given_up(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a")
     for attempt in range(1, 8):
         assert (await world.claim(jobs)).attempt == attempt
-        await jobs.give_back("a", attempt)
+        await jobs.give_back(*jobs.held("a", attempt), attempts_max=3)
 
 
 @pytest.mark.parametrize("is_claimed", [False, True])
 async def test_a_job_whose_time_is_over_fails_also_if_nobody_asks_for_it(
-    world: JobWorld, jobs: RedisJobs, is_claimed: bool
+    world: JobWorld, jobs: Jobs, is_claimed: bool
 ) -> None:
     (job,) = await world.submit(jobs, "a", expires_s=300.0)
     assert job.expires_at == job.created_at + 300
@@ -389,14 +387,12 @@ async def test_a_job_whose_time_is_over_fails_also_if_nobody_asks_for_it(
     job = await get(jobs, "a")
     assert job.status is JobStatus.FAILED
     assert job.error == JobError("job_expired", "The job expired before it had ended.")
-    assert await jobs.beat("w", [("a", 1)]) == ["a"]
-    assert not await jobs.finish("a", 1, JobStatus.COMPLETED)
+    assert await jobs.beat("w", [jobs.held("a")], NO_MODELS) == ["a"]
+    assert not await jobs.finish(*jobs.held("a"), JobStatus.COMPLETED)
     assert await world.quota() == (0, SIZE)
 
 
-async def test_a_job_that_expires_is_not_handed_out_before_the_sweep(
-    world: JobWorld, jobs: RedisJobs
-) -> None:
+async def test_a_job_that_expires_is_not_handed_out_before_the_sweep(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a", "b", expires_s=300.0)
     await world.redis.zadd(world.key("expiring"), {"a": 1})
     assert (await world.claim(jobs)).id == "b"
@@ -417,27 +413,27 @@ async def test_a_job_that_expires_is_not_handed_out_before_the_sweep(
     ],
 )
 async def test_an_end_is_for_good(
-    world: JobWorld, jobs: RedisJobs, status: JobStatus, error: JobError | None
+    world: JobWorld, jobs: Jobs, status: JobStatus, error: JobError | None
 ) -> None:
     await world.submit(jobs, "a")
     await world.claim(jobs)
-    assert await jobs.finish("a", 1, status, error)
+    assert await jobs.finish(*jobs.held("a"), status, error)
     ended = await get(jobs, "a")
     assert (ended.status, ended.error) == (status, error)
     assert ended.ended_at is not None
 
-    assert await jobs.finish("a", 1, status, error)  # its reply may have been lost
-    assert not await jobs.finish("a", 1, JobStatus.FAILED, JobError("x", "y"))
-    assert not await jobs.finish("a", 2, status, error)
-    assert not await jobs.append("a", 1, Chunk(0, 1, b"x"))
-    assert not await jobs.give_back("a", 1)
+    assert await jobs.finish(*jobs.held("a"), status, error)  # its reply may have been lost
+    assert not await jobs.finish(*jobs.held("a"), JobStatus.FAILED, JobError("x", "y"))
+    assert not await jobs.finish(*jobs.held("a", 2), status, error)
+    assert not await jobs.append(*jobs.held("a"), Chunk(0, 1, b"x"))
+    assert not await jobs.give_back(*jobs.held("a"), attempts_max=3)
     assert await jobs.cancel("a") == ended
-    assert await jobs.beat("w", [("a", 1)]) == ["a"]
+    assert await jobs.beat("w", [jobs.held("a")], NO_MODELS) == ["a"]
     assert await claimed(jobs) == []
     assert await get(jobs, "a") == ended
 
 
-async def test_a_job_that_waits_is_cancelled_and_the_rest_moves_up(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_a_job_that_waits_is_cancelled_and_the_rest_moves_up(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a", "b", "c")
     cancelled = await jobs.cancel("b")
     assert cancelled is not None
@@ -447,7 +443,7 @@ async def test_a_job_that_waits_is_cancelled_and_the_rest_moves_up(world: JobWor
     assert await jobs.cancel("nothing") is None
 
 
-async def test_the_worker_of_a_cancelled_job_hears_it(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_the_worker_of_a_cancelled_job_hears_it(world: JobWorld, jobs: Jobs) -> None:
     there = world.open()
     await world.submit(jobs, "a")
     await world.claim(jobs)
@@ -456,30 +452,30 @@ async def test_the_worker_of_a_cancelled_job_hears_it(world: JobWorld, jobs: Red
         await there.cancel("a")
         assert list(await jobs.waiting(WITHIN_S)) == [("a", 1)]
     assert (await get(jobs, "a")).status is JobStatus.CANCELLED
-    assert not await jobs.append("a", 1, Chunk(0, 1, b"x"))
-    assert not await jobs.finish("a", 1, JobStatus.COMPLETED)
+    assert not await jobs.append(*jobs.held("a"), Chunk(0, 1, b"x"))
+    assert not await jobs.finish(*jobs.held("a"), JobStatus.COMPLETED)
 
 
 @pytest.mark.parametrize("state", ["queued", "in_progress", "completed"])
-async def test_a_deleted_job_leaves_nothing(world: JobWorld, jobs: RedisJobs, state: str) -> None:
+async def test_a_deleted_job_leaves_nothing(world: JobWorld, jobs: Jobs, state: str) -> None:
     await world.submit(jobs, "a", expires_s=100.0)
     if state != "queued":
         await world.claim(jobs)
-        await jobs.append("a", 1, Chunk(0, 1, b"x"))
+        await jobs.append(*jobs.held("a"), Chunk(0, 1, b"x"))
     if state == "completed":
-        await jobs.finish("a", 1, JobStatus.COMPLETED)
+        await jobs.finish(*jobs.held("a"), JobStatus.COMPLETED)
     assert await jobs.delete("a")
     assert not await jobs.delete("a")
     assert await jobs.get("a") is None
-    assert await jobs.beat("w", [("a", 1)]) == ["a"]
+    assert await jobs.beat("w", [jobs.held("a")], NO_MODELS) == ["a"]
     assert (await world.names()) <= LEFT
 
 
-async def test_a_job_that_was_given_up_can_be_tried_again(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_a_job_that_was_given_up_can_be_tried_again(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a", "b", expires_s=100.0)
     await world.claim(jobs)
-    await jobs.append("a", 1, Chunk(0, 1, b"half"))
-    await jobs.finish("a", 1, JobStatus.FAILED, JobError("x", "y"))
+    await jobs.append(*jobs.held("a"), Chunk(0, 1, b"half"))
+    await jobs.finish(*jobs.held("a"), JobStatus.FAILED, JobError("x", "y"))
     await world.redis.hincrby(world.key("job", "a"), "created", -600_000)  # ten minutes ago
     before = await get(jobs, "a")
 
@@ -500,9 +496,9 @@ async def test_a_job_that_was_given_up_can_be_tried_again(world: JobWorld, jobs:
     assert await world.redis.ttl(world.key("job", "a")) == -1
     assert await jobs.retry("a") == again
     assert await claimed(jobs) == ["b", "a"]
-    assert not await jobs.append("a", 1, Chunk(0, 1, b"of the first attempt"))
-    assert await jobs.append("a", 2, Chunk(0, 2, b"whole"))
-    assert await jobs.finish("a", 2, JobStatus.COMPLETED)
+    assert not await jobs.append(*jobs.held("a"), Chunk(0, 1, b"of the first attempt"))
+    assert await jobs.append(*jobs.held("a", 2), Chunk(0, 2, b"whole"))
+    assert await jobs.finish(*jobs.held("a", 2), JobStatus.COMPLETED)
     completed = await jobs.retry("a")
     assert completed is not None and completed.status is JobStatus.COMPLETED
     assert await jobs.retry("nothing") is None
@@ -511,17 +507,17 @@ async def test_a_job_that_was_given_up_can_be_tried_again(world: JobWorld, jobs:
 # ------------------------------------------------------------------ answers
 
 
-async def test_chunks_come_back_as_they_were_written(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_chunks_come_back_as_they_were_written(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a")
     await world.claim(jobs)
     first = [Chunk(0, 1, b"data: 1\n\n"), Chunk(1, 1, b"\x00\xff\r\n")]
     for chunk in first:
-        assert await jobs.append("a", 1, chunk)
-    await jobs.give_back("a", 1)
+        assert await jobs.append(*jobs.held("a"), chunk)
+    await jobs.give_back(*jobs.held("a"), attempts_max=3)
     job = await world.claim(jobs)
     assert job.chunks == 2
     third = Chunk(2, 2, b"anew", restarts=True)
-    assert await jobs.append("a", 2, third)
+    assert await jobs.append(*jobs.held("a", 2), third)
 
     assert await jobs.chunks("a") == [*first, third]
     assert await jobs.chunks("a", 1) == [first[1], third]
@@ -530,13 +526,13 @@ async def test_chunks_come_back_as_they_were_written(world: JobWorld, jobs: Redi
     assert await jobs.chunks("nothing") == []
 
 
-async def test_a_chunk_is_written_once_and_none_is_left_out(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_a_chunk_is_written_once_and_none_is_left_out(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a")
     await world.claim(jobs)
-    assert await jobs.append("a", 1, Chunk(0, 1, b"x"))
-    assert await jobs.append("a", 1, Chunk(0, 1, b"another"))
+    assert await jobs.append(*jobs.held("a"), Chunk(0, 1, b"x"))
+    assert await jobs.append(*jobs.held("a"), Chunk(0, 1, b"another"))
     with pytest.raises(ValueError, match="missing before number 2"):
-        await jobs.append("a", 1, Chunk(2, 1, b"y"))
+        await jobs.append(*jobs.held("a"), Chunk(2, 1, b"y"))
     assert await jobs.chunks("a") == [Chunk(0, 1, b"x")]
     assert (await get(jobs, "a")).chunks == 1
 
@@ -544,16 +540,14 @@ async def test_a_chunk_is_written_once_and_none_is_left_out(world: JobWorld, job
 # ------------------------------------------------------------------ kept, and forgotten
 
 
-async def test_a_job_is_kept_from_its_end_and_then_nothing_of_it_is_left(
-    world: JobWorld, jobs: RedisJobs
-) -> None:
+async def test_a_job_is_kept_from_its_end_and_then_nothing_of_it_is_left(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a", "b", keep_s=50.0, expires_s=1000.0)
     await world.claim(jobs)
-    await jobs.append("a", 1, Chunk(0, 1, b"x"))
+    await jobs.append(*jobs.held("a"), Chunk(0, 1, b"x"))
     keys = [world.key("job", "a"), world.key("chunks", "a")]
     assert [await world.redis.pttl(key) for key in keys] == [-1, -1]
 
-    await jobs.finish("a", 1, JobStatus.COMPLETED)
+    await jobs.finish(*jobs.held("a"), JobStatus.COMPLETED)
     await jobs.cancel("b")
     assert [49_000 < await world.redis.pttl(key) <= 50_000 for key in keys] == [True, True]
     assert await world.quota() == (0, 2 * SIZE + 1)
@@ -564,29 +558,27 @@ async def test_a_job_is_kept_from_its_end_and_then_nothing_of_it_is_left(
 
 
 async def test_bytes_are_given_back_though_the_job_has_expired_before_the_sweep(
-    world: JobWorld, jobs: RedisJobs
+    world: JobWorld, jobs: Jobs
 ) -> None:
     await world.submit(jobs, "a")
     await jobs.cancel("a")
     await world.redis.delete(world.key("job", "a"))
     assert await jobs.get("a") is None
     await world.keep_is_over("a")
-    await jobs.beat("w", [])
+    await jobs.beat("w", [], NO_MODELS)
     assert await world.quota() == (0, 0)
 
 
-async def test_what_a_sweep_leaves_over_is_swept_by_the_next_command(
-    world: JobWorld, jobs: RedisJobs
-) -> None:
+async def test_what_a_sweep_leaves_over_is_swept_by_the_next_command(world: JobWorld, jobs: Jobs) -> None:
     ended, expired = ([f"{kind}-{number}" for number in range(201)] for kind in ("ended", "expired"))
     await world.submit(jobs, *ended, *expired, expires_s=1000.0)
     for id in ended:
         await jobs.cancel(id)
     await world.keep_is_over(*ended)
     await world.expire(*expired)
-    await jobs.beat("w", [])
+    await jobs.beat("w", [], NO_MODELS)
     assert await world.quota() == (1, 202 * SIZE)
-    await jobs.beat("w", [])
+    await jobs.beat("w", [], NO_MODELS)
     assert await world.quota() == (0, 201 * SIZE)
 
 
@@ -606,12 +598,12 @@ async def is_heard(world: JobWorld, id: str, wanted: bool = True) -> None:
             pass
 
 
-async def waits(jobs: RedisJobs, id: str, chunks: int, status: JobStatus | None = None) -> None:
+async def waits(jobs: Jobs, id: str, chunks: int, status: JobStatus | None = None) -> None:
     with anyio.fail_after(WITHIN_S):
         assert await jobs.changed(id, chunks, 1000.0, status)
 
 
-async def test_whoever_waits_for_a_job_hears_of_every_change(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_whoever_waits_for_a_job_hears_of_every_change(world: JobWorld, jobs: Jobs) -> None:
     there = world.open()
     await world.submit(there, "a")
     async with listening(jobs):
@@ -623,23 +615,23 @@ async def test_whoever_waits_for_a_job_hears_of_every_change(world: JobWorld, jo
                 await change
 
         await changes(JobStatus.QUEUED, 0, there.claim("w", [LANE], 3))
-        await changes(JobStatus.IN_PROGRESS, 0, there.append("a", 1, Chunk(0, 1, b"x")))
-        await changes(JobStatus.IN_PROGRESS, 1, there.append("a", 1, Chunk(1, 1, b"x")))
-        await changes(JobStatus.IN_PROGRESS, 2, there.give_back("a", 1))
+        await changes(JobStatus.IN_PROGRESS, 0, there.append(*there.held("a"), Chunk(0, 1, b"x")))
+        await changes(JobStatus.IN_PROGRESS, 1, there.append(*there.held("a"), Chunk(1, 1, b"x")))
+        await changes(JobStatus.IN_PROGRESS, 2, there.give_back(*there.held("a"), attempts_max=3))
         await changes(JobStatus.QUEUED, 2, there.cancel("a"))
         await waits(jobs, "a", 2)  # there is nothing to wait for any more
         await waits(jobs, "nothing", 0)
 
 
-async def test_what_was_missed_is_not_waited_for(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_what_was_missed_is_not_waited_for(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a")
     await world.claim(jobs)
     await waits(jobs, "a", 0, JobStatus.QUEUED)
-    await jobs.append("a", 1, Chunk(0, 1, b"x"))
+    await jobs.append(*jobs.held("a"), Chunk(0, 1, b"x"))
     await waits(jobs, "a", 0, JobStatus.IN_PROGRESS)
 
 
-async def test_nothing_happens_for_as_long_as_one_waits(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_nothing_happens_for_as_long_as_one_waits(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a")
     async with listening(jobs):
         assert not await jobs.changed("a", 0, 0.05)
@@ -648,7 +640,7 @@ async def test_nothing_happens_for_as_long_as_one_waits(world: JobWorld, jobs: R
 
 
 async def test_without_the_messages_a_look_now_and_then_does(
-    world: JobWorld, jobs: RedisJobs, monkeypatch: pytest.MonkeyPatch
+    world: JobWorld, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.store.jobs.POLL_S", 0.05)
     await world.submit(jobs, "a")
@@ -658,7 +650,7 @@ async def test_without_the_messages_a_look_now_and_then_does(
 
 
 async def test_many_who_wait_look_more_rarely_as_long_as_messages_come(
-    world: JobWorld, jobs: RedisJobs, monkeypatch: pytest.MonkeyPatch
+    world: JobWorld, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.store.jobs.POLL_S", 1.0)
     await world.submit(jobs, "a")
@@ -674,7 +666,7 @@ async def test_many_who_wait_look_more_rarely_as_long_as_messages_come(
     assert (alone, told, jobs._poll_s()) == (1.0, 4.0, 1.0)
 
 
-async def test_any_number_of_waiters_takes_one_connection(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_any_number_of_waiters_takes_one_connection(world: JobWorld, jobs: Jobs) -> None:
     ids = [f"j{number}" for number in range(100)]
     await world.submit(jobs, *ids)
     jobs = world.open(connections_max=2)
@@ -695,9 +687,7 @@ async def test_any_number_of_waiters_takes_one_connection(world: JobWorld, jobs:
                 pass
 
 
-async def test_workers_are_woken_by_new_jobs_and_by_those_given_back(
-    world: JobWorld, jobs: RedisJobs
-) -> None:
+async def test_workers_are_woken_by_new_jobs_and_by_those_given_back(world: JobWorld, jobs: Jobs) -> None:
     there = world.open()
     async with listening(jobs):
 
@@ -709,21 +699,21 @@ async def test_workers_are_woken_by_new_jobs_and_by_those_given_back(
 
         await wakes(there.submit(new_job("a"), QUOTA))
         await world.claim(jobs)
-        await wakes(there.give_back("a", 1))
+        await wakes(there.give_back(*there.held("a"), attempts_max=3))
 
 
 # ------------------------------------------------------------------ for operators
 
 
-async def test_every_end_is_counted_whoever_made_it(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_every_end_is_counted_whoever_made_it(world: JobWorld, jobs: Jobs) -> None:
     assert await jobs.totals() == {}
     await world.submit(jobs, "done", "short", "bad", "poison")
     for id, status in (("done", "completed"), ("short", "incomplete"), ("bad", "failed")):
         assert (await world.claim(jobs)).id == id
-        assert await jobs.finish(id, 1, JobStatus(status))
-        assert await jobs.finish(id, 1, JobStatus(status))  # the reply was lost
+        assert await jobs.finish(*jobs.held(id), JobStatus(status))
+        assert await jobs.finish(*jobs.held(id), JobStatus(status))  # the reply was lost
     await world.claim(jobs, attempts_max=1)
-    await jobs.give_back("poison", 1, failed=True)
+    await jobs.give_back(*jobs.held("poison"), attempts_max=3, failed=True)
     await world.submit(jobs, "late", lane="a model/with blanks", expires_s=300.0)
     await world.expire("late")
     await world.submit(jobs, "unwanted")
@@ -739,13 +729,13 @@ async def test_every_end_is_counted_whoever_made_it(world: JobWorld, jobs: Redis
     }
 
 
-async def test_lanes_say_what_waits_and_how_fast_it_goes(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_lanes_say_what_waits_and_how_fast_it_goes(world: JobWorld, jobs: Jobs) -> None:
     assert await jobs.lanes() == []
     await world.submit(jobs, "a", "b", "c", "d")
     await world.submit(jobs, "e", lane="m/push", priority=JobPriority.BATCH)
     await world.claim(jobs)
     await world.claim(jobs)
-    await jobs.give_back("a", 1, after_s=100.0)
+    await jobs.give_back(*jobs.held("a"), attempts_max=3, after_s=100.0)
     lanes = {lane.name: lane for lane in await jobs.lanes()}
     assert set(lanes) == {LANE, "m/push"}
     light, push = lanes[LANE], lanes["m/push"]
@@ -756,7 +746,7 @@ async def test_lanes_say_what_waits_and_how_fast_it_goes(world: JobWorld, jobs: 
     assert light.oldest_s is not None and 60 <= light.oldest_s < 120
     assert (push.queued, push.in_progress) == (1, 0)
 
-    await jobs.finish("b", 1, JobStatus.COMPLETED)
+    await jobs.finish(*jobs.held("b"), JobStatus.COMPLETED)
     (light,) = [lane for lane in await jobs.lanes() if lane.name == LANE]
     assert light.in_progress == 0
     assert light.drain_per_s == 1 / 300
@@ -771,7 +761,7 @@ async def test_lanes_say_what_waits_and_how_fast_it_goes(world: JobWorld, jobs: 
     assert not {"new", "again", "waiting", "lanes", "running"} & await world.names()
 
 
-async def test_lanes_say_whether_a_worker_has_their_model(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_lanes_say_whether_a_worker_has_their_model(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a")
     await world.submit(jobs, "b", lane="other/light")
     await jobs.beat("w", [], Serving("one", frozenset({"m"})))
@@ -780,7 +770,7 @@ async def test_lanes_say_whether_a_worker_has_their_model(world: JobWorld, jobs:
     assert [lane.is_worked for lane in await jobs.lanes()] == [False, False]
 
 
-async def test_find_is_newest_first_by_key_and_by_status(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_find_is_newest_first_by_key_and_by_status(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a", "b", "c")
     await world.submit(jobs, "d", key=None)
     await world.submit(jobs, "e", key="bob")
@@ -804,7 +794,7 @@ async def test_find_is_newest_first_by_key_and_by_status(world: JobWorld, jobs: 
     assert first.status is JobStatus.CANCELLED
 
 
-async def test_find_goes_through_many(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_find_goes_through_many(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, *(f"j{number}" for number in range(1001)))
     await jobs.cancel("j0")
     assert [job.id for job in await jobs.find(status=JobStatus.CANCELLED)] == ["j0"]
@@ -812,7 +802,7 @@ async def test_find_goes_through_many(world: JobWorld, jobs: RedisJobs) -> None:
 
 
 async def test_while_jobs_are_drained_none_is_handed_out_and_all_are_accepted(
-    world: JobWorld, jobs: RedisJobs
+    world: JobWorld, jobs: Jobs
 ) -> None:
     other = world.open()
     await world.submit(jobs, "a", "b")
@@ -821,7 +811,7 @@ async def test_while_jobs_are_drained_none_is_handed_out_and_all_are_accepted(
 
     since = await jobs.drain(True)
     await world.submit(jobs, "c")
-    await jobs.give_back("a", 1)
+    await jobs.give_back(*jobs.held("a"), attempts_max=3)
 
     assert since is not None and since >= (await get(jobs, "a")).created_at
     assert await jobs.drain(True) == await other.drain() == since
@@ -832,20 +822,20 @@ async def test_while_jobs_are_drained_none_is_handed_out_and_all_are_accepted(
     assert await claimed(other) == ["a", "b", "c"]
 
 
-async def test_while_jobs_are_drained_those_that_run_end(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_while_jobs_are_drained_those_that_run_end(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a", "b", expires_s=1000.0)
     await world.claim(jobs)
     await jobs.drain(True)
-    assert await jobs.append("a", 1, Chunk(0, 1, b"x"))
-    assert await jobs.beat("w", [("a", 1)]) == []
-    assert await jobs.finish("a", 1, JobStatus.COMPLETED)
+    assert await jobs.append(*jobs.held("a"), Chunk(0, 1, b"x"))
+    assert await jobs.beat("w", [jobs.held("a")], NO_MODELS) == []
+    assert await jobs.finish(*jobs.held("a"), JobStatus.COMPLETED)
     assert (await get(jobs, "a")).size_bytes == SIZE + 1
     await world.expire("b")
-    await jobs.beat("w", [])
+    await jobs.beat("w", [], NO_MODELS)
     assert (await get(jobs, "b")).status is JobStatus.FAILED
 
 
-async def test_workers_are_woken_when_a_drain_is_over(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_workers_are_woken_when_a_drain_is_over(world: JobWorld, jobs: Jobs) -> None:
     worker = world.open()
     await world.submit(jobs, "a")
     await jobs.drain(True)
@@ -860,7 +850,7 @@ async def test_workers_are_woken_when_a_drain_is_over(world: JobWorld, jobs: Red
 
 async def test_a_drain_outlives_its_server(tmp_path: Path) -> None:
     with own_server("valkey-9", tmp_path, keeps=True) as server:
-        before, after = RedisJobs(server.url, command_s=10.0), RedisJobs(server.url, command_s=10.0)
+        before, after = Jobs(server.url, command_s=10.0), Jobs(server.url, command_s=10.0)
         since = await before.drain(True)
         server.kill()
         server.start()
@@ -873,58 +863,58 @@ async def test_a_drain_outlives_its_server(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ misfortune
 
 
-async def test_after_everything_was_lost_it_begins_anew(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_after_everything_was_lost_it_begins_anew(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a")
     await world.claim(jobs)
     async for key in world.redis.scan_iter(match=f"{world.key('')}*"):
         await world.redis.delete(key)
     await world.redis.script_flush()
-    assert await jobs.beat("w", [("a", 1)]) == ["a"]
-    assert not await jobs.append("a", 1, Chunk(0, 1, b"x"))
+    assert await jobs.beat("w", [jobs.held("a")], NO_MODELS) == ["a"]
+    assert not await jobs.append(*jobs.held("a"), Chunk(0, 1, b"x"))
     await world.submit(jobs, "b")
     assert await claimed(jobs) == ["b"]
 
 
 async def test_of_two_attempts_of_one_number_the_one_that_the_store_knows_has_the_job(
-    world: JobWorld, jobs: RedisJobs
+    world: JobWorld, jobs: Jobs
 ) -> None:
     await world.submit(jobs, "a", "b")
     async with world.forgetting():
         forgotten = await world.claim(jobs, "first")
-        assert await jobs.append("a", 1, Chunk(0, 1, b"its words"), forgotten.claim)
+        assert await jobs.append("a", forgotten.claim, Chunk(0, 1, b"its words"))
     known = await world.claim(jobs, "second")
     assert (known.id, known.attempt) == (forgotten.id, forgotten.attempt)
 
-    assert not await jobs.append("a", 1, Chunk(0, 1, b"others"), forgotten.claim)
-    assert not await jobs.finish("a", 1, JobStatus.COMPLETED, None, forgotten.claim)
-    assert not await jobs.give_back("a", 1, claim=forgotten.claim)
-    assert await jobs.beat("first", [("a", 1)]) == ["a"]
-    assert await jobs.beat("second", [("a", 1)]) == []
-    assert await jobs.append("a", 1, Chunk(0, 1, b"words"), known.claim)
+    assert not await jobs.append("a", forgotten.claim, Chunk(0, 1, b"others"))
+    assert not await jobs.finish("a", forgotten.claim, JobStatus.COMPLETED)
+    assert not await jobs.give_back("a", forgotten.claim, attempts_max=3)
+    assert await jobs.beat("first", [("a", forgotten.claim)], NO_MODELS) == ["a"]
+    assert await jobs.beat("second", [("a", known.claim)], NO_MODELS) == []
+    assert await jobs.append("a", known.claim, Chunk(0, 1, b"words"))
     for _ in range(2):
-        assert await jobs.finish("a", 1, JobStatus.COMPLETED, None, known.claim)
-    assert not await jobs.finish("a", 1, JobStatus.COMPLETED, None, forgotten.claim)
+        assert await jobs.finish("a", known.claim, JobStatus.COMPLETED)
+    assert not await jobs.finish("a", forgotten.claim, JobStatus.COMPLETED)
     assert [chunk.data for chunk in await jobs.chunks("a")] == [b"words"]
 
 
-async def test_a_stream_that_was_deleted_or_written_to_is_put_right(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_a_stream_that_was_deleted_or_written_to_is_put_right(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a", "b")
     stream = world.key("new", "normal", LANE)
     await world.redis.delete(stream)
     assert await claimed(jobs) == ["a", "b"]
-    await jobs.give_back("a", 1)
+    await jobs.give_back(*jobs.held("a"), attempts_max=3)
     await world.redis.xadd(stream, {"job": "stranger"})
     await world.submit(jobs, "c")
     assert await claimed(jobs) == ["a", "c"]
 
 
-async def test_consumers_do_not_pile_up(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_consumers_do_not_pile_up(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "keeps the stream", "a")
     await world.claim(jobs, "first")
     for number in range(5):
         await world.claim(jobs, f"w{number}", attempts_max=99)
         await world.lose_worker_of("a")
-    await jobs.beat("w", [])
+    await jobs.beat("w", [], NO_MODELS)
     consumers = 0
     for kind in ("new", "again"):
         stream = world.key(kind, "normal", LANE)
@@ -935,7 +925,7 @@ async def test_consumers_do_not_pile_up(world: JobWorld, jobs: RedisJobs) -> Non
 async def test_a_store_that_is_away_says_so_and_comes_back(
     stoppable: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    jobs = RedisJobs(stoppable.url, command_s=0.3)
+    jobs = Jobs(stoppable.url, command_s=0.3)
     await jobs.submit(new_job("b"), QUOTA)
     stoppable.stall()
     with pytest.raises(StoreUnavailable) as failure:
@@ -968,7 +958,7 @@ async def test_a_store_that_refuses_is_not_back_because_it_can_be_read(
 ) -> None:
     monkeypatch.setattr("gateway.store.jobs.REFUSED_S", refused_s)
     with own_server("valkey-9", tmp_path) as server:
-        jobs, redis = RedisJobs(server.url), Redis.from_url(server.url)
+        jobs, redis = Jobs(server.url), Redis.from_url(server.url)
         await redis.config_set("maxmemory", 1)
         for number in range(3):
             with pytest.raises(StoreUnavailable, match="The job store refuses this"):
@@ -992,7 +982,7 @@ async def test_a_store_that_refuses_is_not_back_because_it_can_be_read(
 
 async def test_a_store_that_is_full_is_asked_on_the_same_connections(tmp_path: Path) -> None:
     with own_server("valkey-9", tmp_path) as server:
-        jobs, redis = RedisJobs(server.url), Redis.from_url(server.url)
+        jobs, redis = Jobs(server.url), Redis.from_url(server.url)
         await redis.config_set("maxmemory", 1)
         opened = []
         for number in range(3):
@@ -1005,7 +995,7 @@ async def test_a_store_that_is_full_is_asked_on_the_same_connections(tmp_path: P
 
 
 async def test_a_claim_whose_reply_was_lost_is_the_next_one_s_answer(stoppable: RedisServer) -> None:
-    jobs = RedisJobs(stoppable.url, command_s=0.3)
+    jobs = Jobs(stoppable.url, command_s=0.3)
     await jobs.submit(new_job("a"), QUOTA)
     await jobs.submit(new_job("b"), QUOTA)
     await jobs.claim("w", [], 3)
@@ -1030,7 +1020,7 @@ async def test_a_claim_may_be_asked_for_again_long_after(world: JobWorld) -> Non
     assert await world.redis.ttl(world.key("claimed", "w")) > 600
 
 
-async def test_a_dead_worker_s_jobs_are_found_behind_many_others(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_a_dead_worker_s_jobs_are_found_behind_many_others(world: JobWorld, jobs: Jobs) -> None:
     ids = [f"{number}" for number in range(2_100)]
     await world.submit(jobs, *ids, "dead")
     for _ in ids:
@@ -1040,16 +1030,16 @@ async def test_a_dead_worker_s_jobs_are_found_behind_many_others(world: JobWorld
     assert await claimed(jobs, "another") == ["dead"]
 
 
-async def test_a_job_is_found_behind_many_that_others_are_to_run(world: JobWorld, jobs: RedisJobs) -> None:
+async def test_a_job_is_found_behind_many_that_others_are_to_run(world: JobWorld, jobs: Jobs) -> None:
     ids = [f"{number}" for number in range(1_001)]
     await world.submit(jobs, *ids, "behind")
     for config in ("one", "two"):
-        await jobs.beat(config, (), Serving(config, frozenset({"m"})))
+        await jobs.beat(config, [], Serving(config, frozenset({"m"})))
     error = JobError("no_backend", "No backend can take it.")
     for _ in ids:
         job = await jobs.claim("w", [LANE], 3, "one")
         assert job is not None
-        await jobs.refuse(job.id, 1, error, config="one", attempts_max=3, after_s=0.0)
+        await jobs.refuse(job.id, job.claim, error, config="one", attempts_max=3, after_s=0.0)
     job = await jobs.claim("w", [LANE], 3, "one")
     assert job is not None and job.id == "behind"
 
@@ -1058,7 +1048,7 @@ async def test_whoever_listens_hears_again_after_the_store_was_away(
     stoppable: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.store.jobs.AGAIN_S", 0.05)
-    jobs = RedisJobs(stoppable.url)
+    jobs = Jobs(stoppable.url)
     async with listening(jobs):
         stoppable.kill()
         await anyio.to_thread.run_sync(stoppable.start)  # empty
@@ -1074,7 +1064,7 @@ async def test_whoever_listens_hears_again_after_the_store_was_away(
 
 async def test_the_documented_acl_is_enough(stoppable: RedisServer) -> None:
     async with limited(stoppable) as url:
-        jobs = RedisJobs(url, lost_s=0.2)
+        jobs = Jobs(url, lost_s=0.2)
         async with listening(jobs):
             new = new_job("a", expires_s=100.0, keep_s=0.001)
             assert isinstance(await jobs.submit(new, QUOTA, PROMISE), Job)
@@ -1082,20 +1072,20 @@ async def test_the_documented_acl_is_enough(stoppable: RedisServer) -> None:
                 tasks.start_soon(waits, jobs, "a", 0, JobStatus.QUEUED)
                 assert await claimed(jobs) == ["a"]
             with anyio.fail_after(WITHIN_S):
-                await jobs.give_back("a", 1, after_s=0.001)
+                await jobs.give_back(*jobs.held("a"), attempts_max=3, after_s=0.001)
                 while not await claimed(jobs):
                     pass
                 while (await jobs.claim("another", [LANE], 3)) is None:  # until the first is lost
                     pass
-            assert await jobs.beat("another", [("a", 3)], Serving("one", frozenset({"m"}))) == []
+            assert await jobs.beat("another", [jobs.held("a", 3)], Serving("one", frozenset({"m"}))) == []
             await jobs.beat("w", [], Serving("two", frozenset({"m"})))
             assert await jobs.is_served_elsewhere("m", "one")
             error = JobError("x", "No.")
-            left = await jobs.refuse("a", 3, error, config="one", attempts_max=3, after_s=1.0)
+            left = await jobs.refuse(*jobs.held("a", 3), error, config="one", attempts_max=3, after_s=1.0)
             assert left is Refused.LEFT
             assert await jobs.claim("another", [LANE], 3, "one") is None
             assert await jobs.claim("w", [LANE], 3, "two")
-            await jobs.append("a", 4, Chunk(0, 4, b"x"))
+            await jobs.append(*jobs.held("a", 4), Chunk(0, 4, b"x"))
             assert len(await jobs.chunks("a")) == len(await jobs.find()) == len(await jobs.lanes()) == 1
             await jobs.cancel("a")
             await jobs.retry("a")
@@ -1125,13 +1115,13 @@ async def test_a_server_that_is_full_takes_no_job_and_those_it_has_come_to_their
     assert await jobs.get("e") is None
     assert (await world.claim(jobs)).id == "b"
     for id in ("a", "b"):
-        assert await jobs.append(id, 1, Chunk(0, 1, b"x"))
-        assert await jobs.finish(id, 1, JobStatus.COMPLETED)
+        assert await jobs.append(*jobs.held(id), Chunk(0, 1, b"x"))
+        assert await jobs.finish(*jobs.held(id), JobStatus.COMPLETED)
     assert await jobs.cancel("c") is not None
     await redis.config_set("maxmemory", 0)
     await world.expire("d")
     await redis.config_set("maxmemory", 1)
-    assert await jobs.beat("w", []) == []
+    assert await jobs.beat("w", [], NO_MODELS) == []
     assert (await get(jobs, "d")).status is JobStatus.FAILED
     assert await jobs.drain(True)
     await world.aclose()
@@ -1143,7 +1133,7 @@ async def test_a_server_that_may_forget_jobs_is_warned_of(
 ) -> None:
     redis = Redis.from_url(stoppable.url)
     await redis.config_set("maxmemory-policy", "allkeys-lru")
-    jobs = RedisJobs(stoppable.url)
+    jobs = Jobs(stoppable.url)
     with caplog.at_level(logging.WARNING):
         async with listening(jobs):
             pass

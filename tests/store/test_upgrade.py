@@ -175,10 +175,10 @@ async def test_jobs_are_known_and_worked_off(stoppable: RedisServer) -> None:
     had: dict[str, tuple[int, int]] = {}
     with anyio.fail_after(WITHIN_S):
         while len(had) < 4:
-            if (job := await jobs.claim("new", ["m/light"], 3)) is None:
+            if (job := await jobs.claim("new", ["m/light"], 3, "c")) is None:
                 continue
-            assert await jobs.append(job.id, job.attempt, Chunk(job.chunks, job.attempt, b"y"), job.claim)
-            assert await jobs.finish(job.id, job.attempt, JobStatus.COMPLETED, claim=job.claim)
+            assert await jobs.append(job.id, job.claim, Chunk(job.chunks, job.attempt, b"y"))
+            assert await jobs.finish(job.id, job.claim, JobStatus.COMPLETED)
             had[job.id] = job.attempt, job.failures
     assert had == {"rests": (2, 1), "waits": (1, 0), "resp_batch_1_1": (1, 0), "running": (2, 1)}
     assert await jobs.lanes() == []

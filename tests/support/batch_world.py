@@ -10,7 +10,7 @@ from gateway.core.batches import Batch, BatchClaim
 from gateway.core.files import NewFile, StoredFile
 from gateway.store.batches import RedisBatches
 from gateway.store.files import PIECE_BYTES, RedisFiles
-from gateway.store.jobs import RedisJobs
+from support.job_world import Jobs
 
 CHAT = "/v1/chat/completions"
 LONG_S = 1000.0  # no lease ends by itself
@@ -31,9 +31,9 @@ class BatchWorld:
 
     def __init__(self, url: str, prefix: str, redis: Redis) -> None:
         self.url, self.prefix, self.redis = url, prefix, redis
-        self._opened: list[RedisBatches | RedisFiles | RedisJobs] = []
+        self._opened: list[RedisBatches | RedisFiles | Jobs] = []
         self.files: RedisFiles = self._kept(RedisFiles(url, prefix=prefix, command_s=10.0))
-        self.jobs: RedisJobs = self._kept(RedisJobs(url, prefix=prefix, command_s=10.0, lost_s=LONG_S))
+        self.jobs: Jobs = self._kept(Jobs(url, prefix=prefix, command_s=10.0, lost_s=LONG_S))
 
     def open(self, **options: Any) -> RedisBatches:
         """Return a process's store. Patient, so that a slow machine is no store that is away."""

@@ -1,18 +1,20 @@
 """Jobs in a real store, and a hand on its time: what is pending, expiring or ended can be made older."""
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Collection
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from gateway.core.jobs import Job, NewJob, Quota
+from gateway.core.jobs import Job, NewJob, Quota, Serving
 from gateway.store.jobs import RedisJobs
 
 LANE = "m/light"
 LANES = (LANE, "m/push")
 LONG_S = 1000.0  # nothing is lost by itself
 QUOTA = Quota()
+NO_MODELS = Serving("c", frozenset())
+"""What a process without a model has."""
 LEFT = {"arrivals", "clock", "claimed", "submitted", "ends", "totals", "serving"}
 """What the store keeps without any job: counters, and what expires by itself."""
 
@@ -21,16 +23,38 @@ def new_job(id: str, **changes: Any) -> NewJob:
     return NewJob(**{"id": id, "key": "alice", "lane": LANE, "body": b'{"stream":true}', **changes})
 
 
+class Jobs(RedisJobs):
+    """A process's store. It remembers which claims it was given, so that a test need not."""
+
+    def __init__(self, url: str, known: dict[tuple[str, int], str] | None = None, **options: Any) -> None:
+        super().__init__(url, **options)
+        self._known = {} if known is None else known
+
+    async def claim(
+        self, worker: str, lanes: Collection[str], attempts_max: int, config: str = NO_MODELS.config
+    ) -> Job | None:
+        job = await super().claim(worker, lanes, attempts_max, config)
+        if job is not None:
+            self._known[job.id, job.attempt] = job.claim
+        return job
+
+    def held(self, id: str, attempt: int = 1) -> tuple[str, str]:
+        """Return a job's id, and the claim of an attempt at it."""
+        return id, self._known.get((id, attempt), "unknown")
+
+
 class JobWorld:
     """The jobs of one prefix of a server."""
 
     def __init__(self, url: str, prefix: str, redis: Redis) -> None:
         self.url, self.prefix, self.redis = url, prefix, redis
-        self._opened: list[RedisJobs] = []
+        self._opened: list[Jobs] = []
+        self._known: dict[tuple[str, int], str] = {}
 
-    def open(self, **options: Any) -> RedisJobs:
+    def open(self, **options: Any) -> Jobs:
         """Return a process's store. Patient, so that a slow machine is no store that is away."""
-        jobs = RedisJobs(self.url, **{"prefix": self.prefix, "lost_s": LONG_S, "command_s": 10.0, **options})
+        options = {"prefix": self.prefix, "lost_s": LONG_S, "command_s": 10.0, **options}
+        jobs = Jobs(self.url, self._known, **options)
         self._opened.append(jobs)
         return jobs
 
@@ -41,12 +65,12 @@ class JobWorld:
     def key(self, *names: str) -> str:
         return ":".join((f"{{{self.prefix}:jobs}}", *names))
 
-    async def submit(self, jobs: RedisJobs, *ids: str, **changes: Any) -> list[Job]:
+    async def submit(self, jobs: Jobs, *ids: str, **changes: Any) -> list[Job]:
         accepted = [await jobs.submit(new_job(id, **changes), QUOTA) for id in ids]
         assert all(isinstance(job, Job) for job in accepted)
         return cast("list[Job]", accepted)
 
-    async def claim(self, jobs: RedisJobs, worker: str = "w", attempts_max: int = 3) -> Job:
+    async def claim(self, jobs: Jobs, worker: str = "w", attempts_max: int = 3) -> Job:
         job = await jobs.claim(worker, LANES, attempts_max)
         assert job is not None
         return job
