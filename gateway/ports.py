@@ -28,8 +28,8 @@ from gateway.core.jobs import (
     Job,
     JobError,
     JobStatus,
-    Lane,
     NewJob,
+    Queue,
     Quota,
     Refusal,
     Refused,
@@ -507,8 +507,8 @@ class JobStore(Protocol):
     ) -> Sequence[Job]:
         """Return jobs, newest first. `key`: only those of this API key."""
 
-    async def lanes(self) -> Sequence[Lane]:
-        """Return every lane with jobs that are queued or in progress."""
+    async def queue(self) -> Queue:
+        """Return the state of the queue."""
 
     async def totals(self) -> Mapping[tuple[str, str], int]:
         """Return the total number of ended jobs per (lane, outcome), over all processes.
@@ -516,10 +516,10 @@ class JobStore(Protocol):
         Outcomes as in `core.jobs.JobOutcome`; those that have not occurred are missing.
         """
 
-    async def drain(self, is_drained: bool | None = None) -> float | None:
+    async def drain(self, is_drained: bool) -> float | None:
         """Pause the queue (True): jobs are accepted, but not handed to workers until resumed (False).
 
-        Returns since when the queue has been paused, in epoch seconds, or None. With None it only asks.
+        Returns since when the queue has been paused, in epoch seconds, or None.
         """
 
     # ------------------------------------------------------------ workers

@@ -234,20 +234,36 @@ class JobOutcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Queue:
+    """The jobs of all processes that have not ended.
+
+    Attributes:
+        lanes: Every lane with jobs that are queued or in progress.
+        drained_at: Since when an operator has paused the queue, in epoch seconds; None: it is not paused.
+    """
+
+    lanes: tuple[Lane, ...] = ()
+    drained_at: float | None = None
+
+    @property
+    def open_lanes(self) -> tuple[Lane, ...]:
+        """The lanes from which workers are given jobs: none of a paused queue."""
+        return self.lanes if self.drained_at is None else ()
+
+
+@dataclass(frozen=True, slots=True)
 class QueueSnapshot:
     """The latest snapshot of the queue.
 
     Attributes:
-        lanes: Lanes with jobs.
-        drained_at: Since when an operator has paused the queue; None: it is not paused.
+        queue: Its lanes, and whether it is paused.
         is_away: Whether the store did not respond, and the other values are older; or refuses to write.
         totals: Total number of ended jobs per (lane, outcome); see `JobStore.totals`.
         at: When the store last responded, monotonic seconds; None if it never has: then all but `is_away` is
             unknown.
     """
 
-    lanes: tuple[Lane, ...] = ()
-    drained_at: float | None = None
+    queue: Queue = Queue()
     is_away: bool = False
     totals: Mapping[tuple[str, str], int] = field(default_factory=dict)
     at: float | None = None

@@ -405,9 +405,8 @@ class Background:
         if now - self._lanes[0] > LANES_FOR_S:
             self._lanes = now, self._lanes[1]  # concurrent callers use the previous figures
             try:
-                is_drained = await self._jobs.drain() is not None
-                lanes = () if is_drained else await self._jobs.lanes()
-                self._lanes = now, {lane.name: lane for lane in lanes}
+                queue = await self._jobs.queue()
+                self._lanes = now, {lane.name: lane for lane in queue.open_lanes}
             except StoreUnavailable:
                 self._lanes = now, {}
         lane = job.new.lane

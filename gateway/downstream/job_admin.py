@@ -98,11 +98,11 @@ class _Handlers:
             lane=asked.get("lane"),
             limit=limit_of(asked, LIMIT, LIMIT_MAX),
         )
-        lanes, drained_at = await self._jobs.lanes(), await self._jobs.drain()
+        queue = await self._jobs.queue()
         now = self._clock.wall()
         return {
-            **self._drain_view(drained_at),
-            "lanes": [lane_view(lane) for lane in sorted(lanes, key=lambda lane: lane.name)],
+            **self._drain_view(queue.drained_at),
+            "lanes": [lane_view(lane) for lane in sorted(queue.lanes, key=lambda lane: lane.name)],
             "jobs": [job_view(job, now) for job in found],
         }
 

@@ -38,17 +38,15 @@ class QueueWatch:
         """Poll once. Logs the beginning and the end of a drain."""
         before = self.snapshot or QueueSnapshot()
         try:
-            lanes, drained_at = tuple(await self._store.lanes()), await self._store.drain()
-            totals = await self._store.totals()
+            queue, totals = await self._store.queue(), await self._store.totals()
         except StoreUnavailable:
             self.snapshot = replace(before, is_away=True)
             return
-        away = self._store.is_refusing
-        self.snapshot = QueueSnapshot(lanes, drained_at, away, totals, at=self._clock.now())
-        if drained_at is not None and before.drained_at is None:
+        self.snapshot = QueueSnapshot(queue, self._store.is_refusing, totals, at=self._clock.now())
+        if queue.drained_at is not None and before.queue.drained_at is None:
             log.warning(
                 "jobs are drained: workers take none until `gemma-gateway jobs drain --undo`",
                 extra=about("jobs_drained"),
             )
-        elif drained_at is None and before.drained_at is not None:
+        elif queue.drained_at is None and before.queue.drained_at is not None:
             log.warning("jobs are no longer drained: workers take them again", extra=about("jobs_undrained"))

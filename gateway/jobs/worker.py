@@ -217,9 +217,9 @@ class Worker:
             await self._changed()
             return None
         try:
-            lanes = await self._store.lanes()
+            queue = await self._store.queue()
             serving = self._serves()
-            own = filter(self._can_run_lane, self._own_lanes(lanes, serving))
+            own = filter(self._can_run_lane, self._own_lanes(queue.lanes, serving))
             ahead = Counter(claim.job.new.lane for claim in self._claims.values() if not claim.is_admitted)
             open_lanes = [name for name in own if ahead[name] < self._rules.ahead_max]
             job = await self._store.claim(self._name, open_lanes, self._rules.attempts_max, serving.config)

@@ -336,8 +336,7 @@ class BoxController:
         if self._jobs is None:
             return
         try:
-            is_drained = await self._jobs.drain() is not None  # nothing may be claimed from a drained queue
-            kept.lanes = () if is_drained else await self._jobs.lanes()
+            kept.lanes = (await self._jobs.queue()).open_lanes
             kept.lanes_at = self._clock.now()
         except StoreUnavailable:
             if self._clock.now() - kept.lanes_at > STORE_LOST_S:

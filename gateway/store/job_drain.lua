@@ -1,11 +1,11 @@
--- ARGV  1 to hand out no more jobs, 0 to hand them out again, '' to ask. Returns since when none is, in ms, or nothing.
+-- ARGV  1 to hand out no more jobs, 0 to hand them out again. Returns since when none is, in ms, or nothing.
 
 local order = ARGV[OWN_ARGUMENTS]
 
 insist(TAG)
 if order == '1' then
     redis.call('SET', key('drained'), string.format('%.0f', now), 'NX')
-elseif order == '0' and redis.call('DEL', key('drained')) == 1 then
+elseif redis.call('DEL', key('drained')) == 1 then
     redis.call('PUBLISH', key('work'), '')
 end
 return redis.call('GET', key('drained'))

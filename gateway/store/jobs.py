@@ -28,6 +28,7 @@ from gateway.core.jobs import (
     JobStatus,
     Lane,
     NewJob,
+    Queue,
     Quota,
     Refusal,
     Refused,
@@ -64,7 +65,7 @@ STOPS_MAX = 1000
 
 _LINES = "batch:"
 _SCRIPTS = (
-    *("submit", "get", "load", "cancel", "delete", "revoke", "retry", "find", "lanes"),
+    *("submit", "get", "load", "cancel", "delete", "revoke", "retry", "find", "queue"),
     *("claim", "beat", "append", "finish", "give_back", "refuse", "drain"),
 )
 _SHOWN = (  # as in jobs.lua
@@ -225,9 +226,10 @@ class RedisJobs:
             found += map(_job, reply[1:])
         return found
 
-    async def lanes(self) -> Sequence[Lane]:
-        """See `ports.JobStore.lanes`."""
-        return [_lane(values) for values in await self._run("lanes")]
+    async def queue(self) -> Queue:
+        """See `ports.JobStore.queue`."""
+        drained_ms, *lanes = await self._run("queue")
+        return Queue(tuple(map(_lane, lanes)), _since(drained_ms))
 
     async def totals(self) -> Mapping[tuple[str, str], int]:
         """See `ports.JobStore.totals`."""
@@ -239,11 +241,9 @@ class RedisJobs:
             totals[lane, outcome] = int(count)
         return totals
 
-    async def drain(self, is_drained: bool | None = None) -> float | None:
+    async def drain(self, is_drained: bool) -> float | None:
         """See `ports.JobStore.drain`."""
-        order = "" if is_drained is None else int(is_drained)
-        since = await self._run("drain", order)
-        return None if since is None else int(since) / 1000
+        return _since(await self._run("drain", int(is_drained)))
 
     # ------------------------------------------------------------ workers
 
@@ -572,6 +572,10 @@ def _job(reply: Sequence[Any]) -> Job:
 
 def _seconds(ms: str) -> float | None:
     return int(ms) / 1000 if ms else None
+
+
+def _since(ms: bytes | None) -> float | None:
+    return None if ms is None else int(ms) / 1000
 
 
 def _chunk(entry: bytes, values: dict[bytes, bytes]) -> Chunk:

@@ -112,7 +112,7 @@ class _Queue(Collector):
         # Until the store has responded, a zero would be wrong: its totals would seem to rise from there.
         if snapshot is not None and snapshot.at is not None:
             since_s = self._now() - snapshot.at
-            seen = {lane.name: lane for lane in snapshot.lanes}
+            seen = {lane.name: lane for lane in snapshot.queue.lanes}
             for name in sorted({*self._lanes(), *seen}):
                 lane = seen.get(name)
                 jobs.add_metric([name, JobStatus.QUEUED.value], lane.queued if lane else 0)
@@ -123,5 +123,5 @@ class _Queue(Collector):
             for name in sorted({*self._lanes(), *(lane for lane, _ in snapshot.totals)}):
                 for outcome in JobOutcome:
                     totals.add_metric([name, outcome.value], snapshot.totals.get((name, outcome.value), 0))
-            drained.add_metric([], float(snapshot.drained_at is not None))
+            drained.add_metric([], float(snapshot.queue.drained_at is not None))
         yield from (jobs, oldest, drained, away, totals)

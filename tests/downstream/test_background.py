@@ -10,7 +10,7 @@ import pytest
 from support.world import World
 
 from gateway.core.errors import GatewayError, StoreUnavailable
-from gateway.core.jobs import Chunk, Job, JobError, JobStatus, Lane, NewJob
+from gateway.core.jobs import Chunk, Job, JobError, JobStatus, Lane, NewJob, Queue
 from gateway.core.responses.replay import JobFacts
 from gateway.core.values import OnDisconnect
 from gateway.downstream.background import Background, JobRules
@@ -31,7 +31,7 @@ def background_of(world: World, store: object) -> Background:
     )
 
 
-class Lanes:
+class Queued:
     """What `Background.place` asks of `ports.JobStore`; it answers once it is let."""
 
     def __init__(self) -> None:
@@ -39,33 +39,30 @@ class Lanes:
         self.may_answer = anyio.Event()
         self.drained_at: float | None = None
 
-    async def drain(self) -> float | None:
-        return self.drained_at
-
-    async def lanes(self) -> Sequence[Lane]:
+    async def queue(self) -> Queue:
         self.asked += 1
         await self.may_answer.wait()
-        return [Lane("m/c", 9, 1, drain_per_s=0.5)]
+        return Queue((Lane("m/c", 9, 1, drain_per_s=0.5),), self.drained_at)
 
 
 async def test_all_who_look_at_their_place_at_once_ask_the_store_once() -> None:
-    world, lanes = World(), Lanes()
-    background = background_of(world, lanes)
+    world, store = World(), Queued()
+    background = background_of(world, store)
     job = Job(NewJob("resp_1", None, "m/c", b"{}"), JobStatus.QUEUED, position=4)
 
     async with anyio.create_task_group() as tasks:
         for _ in range(100):
             tasks.start_soon(background.place, job)
         await anyio.wait_all_tasks_blocked()
-        lanes.may_answer.set()
+        store.may_answer.set()
 
-    assert lanes.asked == 1
+    assert store.asked == 1
     assert await background.place(job) == {"position": 4, "expected_start_s": 8.0}
     world.clock.time += 3.0
     await background.place(job)
-    assert lanes.asked == 2
+    assert store.asked == 2
     world.clock.time += 3.0
-    lanes.drained_at = 1.0
+    store.drained_at = 1.0
     assert await background.place(job) == {"position": 4, "expected_start_s": None}
 
 

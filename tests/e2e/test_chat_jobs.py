@@ -746,7 +746,7 @@ async def test_what_a_store_accepts_too_late_does_not_run(tmp_path: Path, store:
         file = await client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
         async with anyio.create_task_group() as tasks:
             for _ in range(8):
-                tasks.start_soon(jobs.lanes)  # connects, so that what follows is sent and not read
+                tasks.start_soon(jobs.queue)  # connects, so that what follows is sent and not read
         store.stall()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(create)

@@ -85,7 +85,7 @@ class Workers:
 
     async def run(self) -> None:
         while True:
-            lanes = await self._store.lanes()
+            lanes = (await self._store.queue()).lanes
             self.most = max(self.most, sum(lane.queued for lane in lanes))
             job = await self._store.claim("w", [LANE], 3, "c")
             if job is None:

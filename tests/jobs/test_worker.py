@@ -138,7 +138,7 @@ async def content(store: RedisJobs, id: str) -> str:
 async def claimed_all(store: RedisJobs) -> None:
     """Return once no job waits."""
     with anyio.fail_after(WITHIN_S):
-        while any(lane.queued for lane in await store.lanes()):
+        while any(lane.queued for lane in (await store.queue()).lanes):
             await anyio.lowlevel.checkpoint()
 
 
@@ -202,7 +202,7 @@ async def test_no_more_is_taken_than_can_be_placed(world: JobWorld) -> None:
                 await anyio.lowlevel.checkpoint()
         await store.waiting(3 * RULES.look_s)
         assert worker.running == RULES.ahead_max
-        assert [lane.queued for lane in await store.lanes()] == [3]
+        assert [lane.queued for lane in (await store.queue()).lanes] == [3]
         held.go()
         for id in "abcde":
             await ended(store, id)
@@ -507,7 +507,7 @@ async def test_a_store_that_is_away_for_longer_than_a_worker_may_be_costs_nothin
 async def is_back(store: RedisJobs) -> None:
     while True:
         try:
-            await store.lanes()
+            await store.queue()
         except GatewayError:
             await anyio.sleep(0.05)
         else:

@@ -16,7 +16,7 @@ from gateway.core.box_report import written
 from gateway.core.errors import StoreUnavailable
 from gateway.core.health import BackendStatus
 from gateway.core.health import State as Health
-from gateway.core.jobs import Lane
+from gateway.core.jobs import Lane, Queue
 from gateway.core.swap_policy import Backlog, Cause, SwapRules, Trigger
 from gateway.core.values import (
     Backend,
@@ -112,17 +112,12 @@ class Machine:
         self.looked = anyio.Event()
 
     # what a keeper asks of ports.JobStore
-    async def lanes(self) -> Sequence[Lane]:
+    async def queue(self) -> Queue:
+        await anyio.lowlevel.checkpoint()  # a store is never there at once
         self._note_look()
         if self.is_away:
             raise StoreUnavailable("away")
-        return self.lanes_there
-
-    async def drain(self, is_drained: bool | None = None) -> float | None:
-        await anyio.lowlevel.checkpoint()  # a store is never there at once
-        if self.drained_at is not None:
-            self._note_look()
-        return self.drained_at
+        return Queue(tuple(self.lanes_there), self.drained_at)
 
 
 class Clock:

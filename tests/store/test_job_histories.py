@@ -337,7 +337,7 @@ class JobHistories(RuleBasedStateMachine):
         for store in (self.callers, *self.stores):
             while True:
                 try:
-                    await store.lanes()
+                    await store.queue()
                     await self.redis.ping()
                     break
                 except (StoreUnavailable, RedisError):
@@ -370,7 +370,7 @@ class JobHistories(RuleBasedStateMachine):
             kept = [job for job in self.models.values() if job.is_kept and job.key == key]
             active = sum(not job.status.is_final for job in kept)
             assert self.run(self.world.quota(f"={key}")) == (active, sum(job.size_bytes for job in kept))
-        lanes = {lane.name: (lane.queued, lane.in_progress) for lane in self.run(self.callers.lanes())}
+        lanes = {lane.name: (lane.queued, lane.in_progress) for lane in self.run(self.callers.queue()).lanes}
         for lane in LANES:
             queued = sum(job.lane == lane for job in self.of(JobStatus.QUEUED))
             running = sum(job.lane == lane for job in self.of(JobStatus.IN_PROGRESS))

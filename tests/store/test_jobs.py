@@ -730,34 +730,34 @@ async def test_every_end_is_counted_whoever_made_it(world: JobWorld, jobs: Jobs)
 
 
 async def test_lanes_say_what_waits_and_how_fast_it_goes(world: JobWorld, jobs: Jobs) -> None:
-    assert await jobs.lanes() == []
+    assert (await jobs.queue()).lanes == ()
     await world.submit(jobs, "a", "b", "c", "d")
     await world.submit(jobs, "e", lane="m/push", priority=JobPriority.BATCH)
     await world.claim(jobs)
     await world.claim(jobs)
     await jobs.give_back(*jobs.held("a"), attempts_max=3, after_s=100.0)
-    lanes = {lane.name: lane for lane in await jobs.lanes()}
+    lanes = {lane.name: lane for lane in (await jobs.queue()).lanes}
     assert set(lanes) == {LANE, "m/push"}
     light, push = lanes[LANE], lanes["m/push"]
     assert (light.queued, light.in_progress, light.drain_per_s) == (3, 1, None)
     assert light.oldest_s is not None and 0 <= light.oldest_s < 60
     await world.redis.zincrby(world.key("ages", LANE), -60_000, "a")  # a minute goes by
-    (light,) = [lane for lane in await jobs.lanes() if lane.name == LANE]
+    (light,) = [lane for lane in (await jobs.queue()).lanes if lane.name == LANE]
     assert light.oldest_s is not None and 60 <= light.oldest_s < 120
     assert (push.queued, push.in_progress) == (1, 0)
 
     await jobs.finish(*jobs.held("b"), JobStatus.COMPLETED)
-    (light,) = [lane for lane in await jobs.lanes() if lane.name == LANE]
+    (light,) = [lane for lane in (await jobs.queue()).lanes if lane.name == LANE]
     assert light.in_progress == 0
     assert light.drain_per_s == 1 / 300
     ends = world.key("ends", LANE)
     (bucket,) = [int(name) for name in await world.redis.hkeys(ends)]
     await world.redis.hset(ends, mapping={str(bucket - 6): 4, str(bucket - 3): 4, str(bucket): 4})
-    (light,) = [lane for lane in await jobs.lanes() if lane.name == LANE]
+    (light,) = [lane for lane in (await jobs.queue()).lanes if lane.name == LANE]
     assert light.drain_per_s is not None and 8 / 81 <= light.drain_per_s <= 8 / 60
     for id in "acde":
         await jobs.cancel(id)
-    assert await jobs.lanes() == []
+    assert (await jobs.queue()).lanes == ()
     assert not {"new", "again", "waiting", "lanes", "running"} & await world.names()
 
 
@@ -765,9 +765,12 @@ async def test_lanes_say_whether_a_worker_has_their_model(world: JobWorld, jobs:
     await world.submit(jobs, "a")
     await world.submit(jobs, "b", lane="other/light")
     await jobs.beat("w", [], Serving("one", frozenset({"m"})))
-    assert {lane.name: lane.is_worked for lane in await jobs.lanes()} == {LANE: True, "other/light": False}
+    assert {lane.name: lane.is_worked for lane in (await jobs.queue()).lanes} == {
+        LANE: True,
+        "other/light": False,
+    }
     await world.redis.zincrby(world.key("serving", "m"), -3_600_000, "w one")  # nothing for an hour
-    assert [lane.is_worked for lane in await jobs.lanes()] == [False, False]
+    assert [lane.is_worked for lane in (await jobs.queue()).lanes] == [False, False]
 
 
 async def test_find_is_newest_first_by_key_and_by_status(world: JobWorld, jobs: Jobs) -> None:
@@ -807,18 +810,18 @@ async def test_while_jobs_are_drained_none_is_handed_out_and_all_are_accepted(
     other = world.open()
     await world.submit(jobs, "a", "b")
     await world.claim(jobs, "w")
-    assert await jobs.drain() is None
+    assert (await jobs.queue()).drained_at is None
 
     since = await jobs.drain(True)
     await world.submit(jobs, "c")
     await jobs.give_back(*jobs.held("a"), attempts_max=3)
 
     assert since is not None and since >= (await get(jobs, "a")).created_at
-    assert await jobs.drain(True) == await other.drain() == since
+    assert await jobs.drain(True) == (await other.queue()).drained_at == since
     assert [await claimed(store, "v") for store in (jobs, other)] == [[], []]
-    assert [lane.queued for lane in await jobs.lanes()] == [3]
+    assert [lane.queued for lane in (await jobs.queue()).lanes] == [3]
     assert await jobs.drain(False) is None
-    assert await jobs.drain() is None
+    assert (await jobs.queue()).drained_at is None
     assert await claimed(other) == ["a", "b", "c"]
 
 
@@ -855,7 +858,7 @@ async def test_a_drain_outlives_its_server(tmp_path: Path) -> None:
         server.kill()
         server.start()
         assert since is not None
-        assert await after.drain() == since
+        assert (await after.queue()).drained_at == since
         await before.aclose()
         await after.aclose()
 
@@ -936,7 +939,7 @@ async def test_a_store_that_is_away_says_so_and_comes_back(
         lambda: jobs.chunks("a"),
         lambda: jobs.changed("a", 0, 10.0),
         lambda: jobs.claim("w", [LANE], 3),
-        lambda: jobs.lanes(),
+        lambda: jobs.queue(),
     ]
     for call in calls:
         with pytest.raises(StoreUnavailable):
@@ -1086,7 +1089,9 @@ async def test_the_documented_acl_is_enough(stoppable: RedisServer) -> None:
             assert await jobs.claim("another", [LANE], 3, "one") is None
             assert await jobs.claim("w", [LANE], 3, "two")
             await jobs.append(*jobs.held("a", 4), Chunk(0, 4, b"x"))
-            assert len(await jobs.chunks("a")) == len(await jobs.find()) == len(await jobs.lanes()) == 1
+            assert (
+                len(await jobs.chunks("a")) == len(await jobs.find()) == len((await jobs.queue()).lanes) == 1
+            )
             await jobs.cancel("a")
             await jobs.retry("a")
             await jobs.cancel("a")

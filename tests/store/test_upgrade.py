@@ -181,7 +181,7 @@ async def test_jobs_are_known_and_worked_off(stoppable: RedisServer) -> None:
             assert await jobs.finish(job.id, job.claim, JobStatus.COMPLETED)
             had[job.id] = job.attempt, job.failures
     assert had == {"rests": (2, 1), "waits": (1, 0), "resp_batch_1_1": (1, 0), "running": (2, 1)}
-    assert await jobs.lanes() == []
+    assert (await jobs.queue()).lanes == ()
     await jobs.aclose()
 
 

@@ -17,6 +17,7 @@ from gateway.core.jobs import (
     JobStatus,
     Lane,
     NewJob,
+    Queue,
     QueueSnapshot,
 )
 from gateway.telemetry import logs
@@ -61,8 +62,7 @@ def world() -> Iterator[World]:
 def test_gauges_are_of_the_last_look_and_of_every_lane(world: World) -> None:
     assert world.value("gateway_jobs", lane=LANE, status="queued") is None
     world.snapshot = QueueSnapshot(
-        (Lane(LANE, 3, 2, oldest_s=80.0), Lane("old/lane", 1, 0, oldest_s=0.0)),
-        drained_at=1.0,
+        Queue((Lane(LANE, 3, 2, oldest_s=80.0), Lane("old/lane", 1, 0, oldest_s=0.0)), drained_at=1.0),
         totals={(LANE, "completed"): 7, ("gone lane", "expired"): 1},
         at=NOW - 10.0,
     )
@@ -78,7 +78,7 @@ def test_gauges_are_of_the_last_look_and_of_every_lane(world: World) -> None:
         assert world.value("gateway_jobs", lane=lane, status="in_progress") == running
         assert world.value("gateway_jobs_oldest_wait_seconds", lane=lane) == waits_s
     assert (world.value("gateway_jobs_drained"), world.value("gateway_jobs_store_away")) == (1, 0)
-    world.snapshot = replace(world.snapshot, drained_at=None, is_away=True)
+    world.snapshot = replace(world.snapshot, queue=Queue(), is_away=True)
     assert (world.value("gateway_jobs_drained"), world.value("gateway_jobs_store_away")) == (0, 1)
 
 
