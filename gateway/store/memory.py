@@ -128,26 +128,12 @@ class MemoryBoard:
         """There is nothing to close."""
 
 
-class MemoryResponseStore:
-    """`ports.ResponseStore`."""
-
+class _MemoryRecords:
     def __init__(self, clock: Clock, bytes_max: int) -> None:
         """Store at most `bytes_max` bytes per owner."""
         self._clock = clock
         self._bytes_max = bytes_max
         self._records_by_owner: dict[str | None, ExpiringRecords] = {}
-
-    async def put(self, owner: str | None, id: str, record: bytes, ttl_s: float) -> bool:
-        """See `ports.ResponseStore.put`."""
-        return self._records(owner).put(id, record, self._clock.now() + ttl_s, self._bytes_max)
-
-    async def get(self, owner: str | None, id: str) -> bytes | None:
-        """See `ports.ResponseStore.get`."""
-        return self._records(owner).get(id)
-
-    async def delete(self, owner: str | None, id: str) -> bool:
-        """See `ports.ResponseStore.delete`."""
-        return self._records(owner).drop(id)
 
     async def aclose(self) -> None:
         """There is nothing to close."""
@@ -157,20 +143,37 @@ class MemoryResponseStore:
         records.drop_until(self._clock.now())
         return records
 
+    def _put(self, owner: str | None, id: str, record: bytes, ttl_s: float) -> bool:
+        return self._records(owner).put(id, record, self._clock.now() + ttl_s, self._bytes_max)
 
-class MemoryIdempotency:
+
+class MemoryResponseStore(_MemoryRecords):
+    """`ports.ResponseStore`."""
+
+    async def put(self, owner: str | None, id: str, record: bytes, ttl_s: float) -> bool:
+        """See `ports.ResponseStore.put`."""
+        return self._put(owner, id, record, ttl_s)
+
+    async def get(self, owner: str | None, id: str) -> bytes | None:
+        """See `ports.ResponseStore.get`."""
+        return self._records(owner).get(id)
+
+    async def delete(self, owner: str | None, id: str) -> bool:
+        """See `ports.ResponseStore.delete`."""
+        return self._records(owner).drop(id)
+
+
+class MemoryIdempotency(_MemoryRecords):
     """`ports.IdempotencyStore`."""
 
     def __init__(self, clock: Clock, bytes_max: int) -> None:
         """Store at most `bytes_max` bytes of answers per owner."""
-        self._clock = clock
-        self._bytes_max = bytes_max
-        self._records_by_owner: dict[str | None, ExpiringRecords] = {}
+        super().__init__(clock, bytes_max)
         self._marks: dict[tuple[str | None, str], tuple[IdempotencyClaim, float]] = {}  # with its expiry
 
     async def begin(self, claim: IdempotencyClaim, lease_s: float) -> bytes | KeyState:
         """See `ports.IdempotencyStore.begin`."""
-        record = self._records(claim).get(claim.id)
+        record = self._records(claim.owner).get(claim.id)
         if record is not None:
             return claim.answer_in(record)
         mark = self._mark(claim)
@@ -191,20 +194,16 @@ class MemoryIdempotency:
         if not self._is_own(claim):
             return False
         await self.free(claim)
-        expires = self._clock.now() + ttl_s
-        return self._records(claim).put(claim.id, claim.record_of(answer), expires, self._bytes_max)
+        return self._put(claim.owner, claim.id, claim.record_of(answer), ttl_s)
 
     async def free(self, claim: IdempotencyClaim) -> None:
         """See `ports.IdempotencyStore.free`."""
         if self._mark(claim) == claim:
             del self._marks[claim.owner, claim.id]
 
-    async def aclose(self) -> None:
-        """There is nothing to close."""
-
     def _is_own(self, claim: IdempotencyClaim) -> bool:
         """Return whether no other runner has the key, and no answer is stored under it."""
-        return self._mark(claim) in (claim, None) and self._records(claim).get(claim.id) is None
+        return self._mark(claim) in (claim, None) and self._records(claim.owner).get(claim.id) is None
 
     def _mark(self, claim: IdempotencyClaim) -> IdempotencyClaim | None:
         found = self._marks.get((claim.owner, claim.id))
@@ -217,11 +216,6 @@ class MemoryIdempotency:
         # All leases have the same length, so they expire in the order in which they were set.
         while (oldest := next(iter(self._marks.items())))[1][1] <= now:
             del self._marks[oldest[0]]
-
-    def _records(self, claim: IdempotencyClaim) -> ExpiringRecords:
-        records = self._records_by_owner.setdefault(claim.owner, ExpiringRecords())
-        records.drop_until(self._clock.now())
-        return records
 
 
 _NOTHING = Load()
