@@ -14,7 +14,6 @@ from typing import Any
 
 import anyio
 from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.client import PubSub
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -23,9 +22,6 @@ from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from gateway.core.errors import ConfigError, StoreUnavailable
 from gateway.tcp import KEEPALIVE
-
-READ_S = 2.0
-"""Duration of one read of a channel before the next. Not a timeout, only an opportunity to cancel."""
 
 UNREACHABLE = (RedisError, OSError, RuntimeError)
 """Exceptions raised if the server is gone. RuntimeError is uvloop's, for a write to a connection before its
@@ -64,7 +60,7 @@ class StoreAway(Exception):
 
 
 class Connections:
-    """Connections for commands, and connections that subscribe to channels."""
+    """Connections for commands, each of one task at a time."""
 
     def __init__(
         self, url: str, *, name: str, command_s: float, connections_max: int, decodes: bool = True
@@ -108,16 +104,6 @@ class Connections:
             socket_connect_timeout=BACKSTOP_S,
         )
         self.redis = Redis.from_pool(self._pool)
-        # A lost subscription is reopened by redis-py itself, outside any timeout of ours.
-        listener = _pool(
-            url,
-            settings,
-            max_connections=2,
-            timeout=command_s,
-            socket_timeout=None,
-            socket_connect_timeout=command_s,
-        )
-        self._listener = Redis.from_pool(listener)
 
     def connection(self) -> AbstractConnection:
         """Return a new, unopened connection that belongs to the caller."""
@@ -128,24 +114,6 @@ class Connections:
         """Return the script made of these files of this package, concatenated."""
         texts = [_FOLDER.joinpath(f"{name}.lua").read_text(encoding="utf-8") for name in names]
         return self.redis.register_script("\n".join(texts))
-
-    def channel(self) -> PubSub:
-        """Return a connection for subscriptions. Send commands on it with `bounded`, receive with `heard`."""
-        return self._listener.pubsub()
-
-    async def heard(self, channel: PubSub) -> dict[str, Any] | None:
-        """Return the next message of a channel, or None after `READ_S` without one.
-
-        Raises:
-            StoreAway: the connection is lost.
-        """
-        try:
-            message: dict[str, Any] | None = await channel.get_message(timeout=READ_S)
-        except UNREACHABLE as error:
-            raise StoreAway(text_of(error)) from error
-        if message is None and (lost := _loss(channel)) is not None:
-            raise StoreAway(text_of(lost)) from lost
-        return message
 
     async def bounded(self, command: Callable[[], Awaitable[Any]]) -> Any:
         """Run a command until it completes or times out, even if the calling task is cancelled.
@@ -197,16 +165,10 @@ class Connections:
             message = f"The {store} store {error.manner}. Please retry."
             raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
 
-    async def close(self, channel: PubSub) -> None:
-        """Close a subscribed connection, if possible in time."""
-        with suppress(StoreAway):
-            await self.bounded(channel.aclose)
-
     async def aclose(self) -> None:
         """Close all connections."""
-        for client in (self.redis, self._listener):
-            with suppress(StoreAway):
-                await self.bounded(client.aclose)
+        with suppress(StoreAway):
+            await self.bounded(self.redis.aclose)
 
 
 def text_of(error: BaseException) -> str:
@@ -217,16 +179,6 @@ def text_of(error: BaseException) -> str:
 def _is_full(error: ResponseError) -> bool:
     """Return whether a server refuses a command, or one in a script, for lack of memory."""
     return isinstance(error, OutOfMemoryError) or "OOM command not allowed" in str(error)
-
-
-def _loss(channel: PubSub) -> BaseException | None:
-    """Return the error that ended a channel's connection, or None.
-
-    If the server's machine is gone, the connection ends with a TimeoutError. At every read,
-    redis-py mistakes it for a read timeout, immediately, so that a reading loop would block the event loop.
-    """
-    reader = getattr(channel.connection, "_reader", None)
-    return None if reader is None else reader.exception()
 
 
 def milliseconds(seconds: float) -> int:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
-from redis.asyncio.client import PubSub
 from redis.exceptions import NoPermissionError
 
 from gateway.core.errors import StoreUnavailable
@@ -36,6 +35,7 @@ from gateway.core.jobs import (
 )
 from gateway.events import about
 from gateway.store.connections import Connections, StoreAway, milliseconds
+from gateway.store.wire import Subscription, subscribed
 
 log = logging.getLogger("gateway.store")
 
@@ -124,8 +124,7 @@ class RedisJobs:
         self._tokens: dict[str, str] = {}  # of claims whose reply was lost, by worker
         self._waiters: dict[str, _Waiters] = {}
         self._waiting = 0  # number of tasks that wait for a job
-        self._is_listening = False
-        self._wanted = anyio.Event()  # set when the set of awaited jobs has changed
+        self._subscription: Subscription | None = None  # while messages are received
         self._work = _Waiters()
         self._work_heard = 0  # number of messages about new work; and of those followed by a check
         self._work_seen = 0
@@ -190,7 +189,7 @@ class RedisJobs:
         return False
 
     def _poll_s(self) -> float:
-        return max(POLL_S, self._waiting / POLLS_PER_S) if self._is_listening else POLL_S
+        return max(POLL_S, self._waiting / POLLS_PER_S) if self._subscription else POLL_S
 
     async def cancel(self, job_id: str) -> Job | None:
         """See `ports.JobStore.cancel`."""
@@ -339,7 +338,7 @@ class RedisJobs:
                     await self._check()
                     is_checked = True
                 await self._listen()
-            except* StoreAway:
+            except StoreAway:
                 pass  # waiting tasks poll in the meantime
             self._wake_all()
             await anyio.sleep(AGAIN_S)
@@ -368,44 +367,28 @@ class RedisJobs:
             )
 
     async def _listen(self) -> None:
-        channel = self._connections.channel()
-        try:
-            await self._connections.bounded(lambda: channel.subscribe(self._key("work")))
-            self._is_listening = True
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._follow, channel)
+        async with subscribed(self._connections, self._key("work")) as subscription:
+            self._subscription = subscription
+            try:
+                subscription.follow(list(map(self._channel, self._waiters)))
+                self._hear(self._key("work"), "")
                 while True:
-                    if (message := await self._connections.heard(channel)) is not None:
-                        self._hear(message)
-        finally:
-            self._is_listening = False
-            await self._connections.close(channel)
+                    self._hear(*await subscription.heard())
+            finally:
+                self._subscription = None
 
-    async def _follow(self, channel: PubSub) -> None:
-        """Subscribe to messages about exactly the jobs that are awaited."""
-        followed: set[str] = set()
-        while True:
-            self._wanted = anyio.Event()
-            wanted = set(self._waiters)
-            if new := [self._key("changed", job_id) for job_id in wanted - followed]:
-                await self._connections.bounded(lambda: channel.subscribe(*new))
-            if old := [self._key("changed", job_id) for job_id in followed - wanted]:
-                await self._connections.bounded(lambda: channel.unsubscribe(*old))
-            followed = wanted
-            await self._wanted.wait()
+    def _channel(self, job_id: str) -> str:
+        return self._key("changed", job_id)
 
-    def _hear(self, message: Mapping[str, Any]) -> None:
-        """Wake the tasks concerned by a message, including the confirmation of a subscription."""
-        if message["type"] not in ("message", "subscribe"):
-            return
-        name = message["channel"].decode()
-        if name != self._key("work"):
-            waiters = self._waiters.get(name.removeprefix(self._key("changed", "")))
+    def _hear(self, channel: str, text: str) -> None:
+        """Wake the tasks concerned by a message, or by a subscription: they may have missed one before it."""
+        if channel != self._key("work"):
+            waiters = self._waiters.get(channel.removeprefix(self._channel("")))
             if waiters is not None:
                 waiters.wake()
             return
-        if message["type"] == "message" and message["data"]:
-            attempt, job_id = message["data"].decode().split(" ", 1)
+        if text:
+            attempt, job_id = text.split(" ", 1)
             self._stops.append((job_id, int(attempt)))
         self._work_heard += 1
         self._work.wake()
@@ -421,7 +404,8 @@ class RedisJobs:
         waiters = self._waiters.get(job_id)
         if waiters is None:
             waiters = self._waiters[job_id] = _Waiters()
-            self._wanted.set()
+            if self._subscription is not None:
+                self._subscription.follow([self._channel(job_id)])
         waiters.count += 1
         self._waiting += 1
         try:
@@ -431,7 +415,8 @@ class RedisJobs:
             self._waiting -= 1
             if waiters.count == 0:
                 del self._waiters[job_id]
-                self._wanted.set()
+                if self._subscription is not None:
+                    self._subscription.unfollow([self._channel(job_id)])
 
     async def _status_of(self, job_id: str) -> tuple[JobStatus | None, int]:
         """Return a job's status and number of chunks; None as status if the job does not exist."""

@@ -12,7 +12,7 @@ from gateway.core.value import valueclass
 from gateway.core.values import Load
 from gateway.store.connections import Connections, StoreAway, milliseconds
 from gateway.store.facts import BYTES_MAX, PeerFacts
-from gateway.store.wire import PipelinedConnections, ScriptMissing, Subscription, packed
+from gateway.store.wire import PipelinedConnections, ScriptMissing, packed, subscribed
 
 _counters = attrgetter(*COUNTERS)
 _SIZE = len(COUNTERS)
@@ -203,17 +203,13 @@ class Leases:
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[NextNews]:
         """Yield a function that returns the next message published by any process; None if it is invalid."""
-        ear = Subscription()
+        async with subscribed(self._connections, self._channel) as subscription:
 
-        async def next_news() -> News | None:
-            return _news(await ear.heard())
+            async def next_news() -> News | None:
+                _, message = await subscription.heard()
+                return _news(message)
 
-        try:
-            connection = self._connections.connection()
-            await self._connections.bounded(lambda: ear.subscribe(connection, self._channel))
             yield next_news
-        finally:
-            ear.close()
 
     async def aclose(self) -> None:
         """Close all connections."""

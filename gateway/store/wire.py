@@ -1,4 +1,6 @@
-"""Pipelined connections for the ledger: commands are sent without waiting for earlier replies.
+"""Connections without redis-py's costs: pipelined ones, and subscriptions.
+
+The ledger's commands are sent without waiting for earlier replies.
 
 Near a limit every request sends three commands to the store, and then the client is most of their cost. For
 each command, redis-py takes a connection from its pool, checks whether it is alive, starts a timer, writes,
@@ -13,14 +15,15 @@ outcome.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager
 from functools import lru_cache
 from typing import Any
 
 import anyio
 from redis.asyncio.connection import AbstractConnection
 
-from gateway.store.connections import ONCE_MORE_S, UNREACHABLE, StoreAway, patience, text_of
+from gateway.store.connections import ONCE_MORE_S, UNREACHABLE, Connections, StoreAway, patience, text_of
 
 WIRES = 2
 """Connections per process. One would suffice; with two, a stalled one does not hold up later commands."""
@@ -232,7 +235,7 @@ class _PipelinedConnection(asyncio.Protocol):
 
 
 class Subscription(asyncio.Protocol):
-    """A connection that is subscribed to one channel.
+    """A connection that is subscribed to channels. Create it with `subscribed`.
 
     Under contention, each request causes two messages for every process. One that arrives alone costs 72 us
     here, including its processing by the ledger, and 142 us with redis-py's channels.
@@ -240,7 +243,7 @@ class Subscription(asyncio.Protocol):
 
     def __init__(self) -> None:
         """Start without a subscription."""
-        self._said: deque[str] = deque()
+        self._said: deque[tuple[str, str]] = deque()
         self._unread = b""
         self._why_closed = ""
         self._is_heard = asyncio.Event()
@@ -258,11 +261,29 @@ class Subscription(asyncio.Protocol):
             self._writer = _taken(connection, self)
         finally:
             await connection.disconnect(nowait=True)
-        self._writer.transport.write(b"*2\r\n" + packed(["SUBSCRIBE", channel]))
+        self.follow([channel])
         await self._subscribed
 
-    async def heard(self) -> str:
-        """Return the next message.
+    def follow(self, channels: Collection[str]) -> None:
+        """Subscribe to more channels."""
+        self._send("SUBSCRIBE", channels)
+
+    def unfollow(self, channels: Collection[str]) -> None:
+        """Unsubscribe from channels."""
+        self._send("UNSUBSCRIBE", channels)
+
+    def _send(self, command: str, channels: Collection[str]) -> None:
+        if not channels or self._why_closed or self._writer is None:
+            return
+        try:
+            self._writer.transport.write(b"*%d\r\n" % (1 + len(channels)) + packed([command, *channels]))
+        except UNREACHABLE as error:
+            self.close(text_of(error))
+
+    async def heard(self) -> tuple[str, str]:
+        """Return the channel and the text of the next message.
+
+        Once a channel after the first is subscribed to, it has a message without text.
 
         Raises:
             StoreAway: the connection is lost.
@@ -287,25 +308,42 @@ class Subscription(asyncio.Protocol):
         *lines, rest = (self._unread + data).split(b"\r\n")
         at = 0
         while at < len(lines):
-            # *3, then length-prefixed: `message`, channel, text. For `subscribe`, the last one is a number.
+            # *3, then length-prefixed: `message`, channel, text. For others than that, the last is a number.
             if lines[at] != b"*3":
                 self.close(lines[at].decode(errors="replace"))
                 return
             kind = lines[at + 2] if at + 2 < len(lines) else b""
-            size = 6 if kind == b"subscribe" else 7
+            size = 7 if kind == b"message" else 6
             if at + size > len(lines):
                 break
-            if kind == b"message":
-                self._said.append(lines[at + 6].decode(errors="replace"))
-                self._is_heard.set()
-            elif not self._subscribed.done():
+            if not self._subscribed.done():
                 self._subscribed.set_result(None)
+            elif kind != b"unsubscribe":
+                text = lines[at + 6] if kind == b"message" else b""
+                self._said.append((lines[at + 4].decode(errors="replace"), text.decode(errors="replace")))
+                self._is_heard.set()
             at += size
         self._unread = b"\r\n".join([*lines[at:], rest])
 
     def connection_lost(self, error: Exception | None) -> None:
         """Notify the subscriber."""
         self.close("ConnectionError: the server closed the connection" if error is None else text_of(error))
+
+
+@asynccontextmanager
+async def subscribed(connections: Connections, channel: str) -> AsyncIterator[Subscription]:
+    """Yield a connection that is subscribed to a channel.
+
+    Raises:
+        StoreAway: it was refused, or was not confirmed in time.
+    """
+    subscription = Subscription()
+    try:
+        connection = connections.connection()
+        await connections.bounded(lambda: subscription.subscribe(connection, channel))
+        yield subscription
+    finally:
+        subscription.close()
 
 
 def _taken(connection: AbstractConnection, protocol: asyncio.Protocol) -> asyncio.StreamWriter:

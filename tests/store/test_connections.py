@@ -16,6 +16,7 @@ from gateway.core.errors import ConfigError
 from gateway.core.values import Load
 from gateway.store.connections import Connections, StoreAway
 from gateway.store.redis import RedisLedger
+from gateway.store.wire import subscribed
 from gateway.tcp import SILENT_S
 
 COMMAND_S = 0.2
@@ -27,17 +28,14 @@ async def test_what_is_sent_on_a_connection_that_has_just_been_reset_finds_the_s
 ) -> None:
     with own_server("valkey-9", tmp_path) as server:
         connections = Connections(server.url, name="test", command_s=10.0, connections_max=1)
-        channel = connections.channel()
-        await connections.bounded(lambda: channel.subscribe("one"))
-        server.stall()
-        await connections.bounded(lambda: channel.subscribe("two"))
-        server.kill()  # with something unread: the connection is reset
-        for _ in range(10):  # the loop hears of it; nobody who reads has
-            await anyio.lowlevel.checkpoint()
-
-        with pytest.raises(StoreAway):
-            await connections.bounded(lambda: channel.subscribe("three"))
-        await connections.close(channel)
+        async with subscribed(connections, "one") as subscription:
+            server.stall()
+            subscription.follow(["two"])
+            server.kill()  # with something unread: the connection is reset
+            subscription.follow(["three"])
+            with pytest.raises(StoreAway), anyio.fail_after(20):
+                await subscription.heard()
+            subscription.follow(["four"])
         await connections.aclose()
 
 
@@ -58,19 +56,14 @@ def test_a_channel_whose_server_vanishes_is_lost() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         connections = Connections(f"redis://127.0.0.1:{port}", name="test", command_s=10.0, connections_max=1)
-        channel = connections.channel()
-        await connections.bounded(lambda: channel.subscribe("one"))
-        assert ((await connections.heard(channel)) or {})["type"] == "subscribe"  # the confirmation
-        writer = cast("Any", channel.connection)._writer
-        own = writer.get_extra_info("socket")
-        assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == SILENT_S
-        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 300)
-        vanish(own)
-        writer.write(b"PING\r\n")  # never acknowledged
-        with pytest.raises(StoreAway), anyio.fail_after(20):
-            while True:
-                await connections.heard(channel)
-        await connections.close(channel)
+        async with subscribed(connections, "one") as subscription:
+            own = cast("Any", subscription)._writer.get_extra_info("socket")
+            assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == SILENT_S
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 300)
+            vanish(own)
+            subscription.follow(["two"])  # never acknowledged
+            with pytest.raises(StoreAway), anyio.fail_after(20):
+                await subscription.heard()
         await connections.aclose()
         server.close()
         served[0].transport.abort()

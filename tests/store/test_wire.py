@@ -19,7 +19,7 @@ from gateway.core.values import UNLIMITED, Load
 from gateway.ports import Slot
 from gateway.store.connections import Connections, StoreAway
 from gateway.store.redis import RedisLedger
-from gateway.store.wire import PipelinedConnections, Subscription, packed
+from gateway.store.wire import PipelinedConnections, Subscription, packed, subscribed
 
 pytestmark = pytest.mark.parametrize(
     "anyio_backend",
@@ -349,13 +349,12 @@ async def test_who_has_waited_for_a_turn_for_too_long_waits_no_longer(tmp_path: 
 
 @asynccontextmanager
 async def ear_at(url: str, channel: str) -> AsyncIterator[Subscription]:
-    connections, ear = Connections(url, name="ear", command_s=10.0, connections_max=1), Subscription()
+    connections = Connections(url, name="ear", command_s=10.0, connections_max=1)
     try:
         with anyio.fail_after(WITHIN_S):
-            await ear.subscribe(connections.connection(), channel)
-            yield ear
+            async with subscribed(connections, channel) as ear:
+                yield ear
     finally:
-        ear.close()
         await connections.aclose()
 
 
@@ -370,14 +369,30 @@ async def test_everything_that_is_published_after_subscribing_is_heard_in_its_or
     async with ear_at(store.url, store.prefix) as ear:
         for number in range(100):
             await store.redis.publish(store.prefix, f"Ä {number}")
-        assert [await ear.heard() for _ in range(100)] == [f"Ä {number}" for number in range(100)]
+        assert [await ear.heard() for _ in range(100)] == [
+            (store.prefix, f"Ä {number}") for number in range(100)
+        ]
+
+
+async def test_channels_are_followed_and_let_go_in_the_order_of_the_calls(store: Store) -> None:
+    one, two, three = (f"{store.prefix}:{number}" for number in range(3))
+    async with ear_at(store.url, one) as ear:
+        ear.follow([two, three])
+        assert [await ear.heard(), await ear.heard()] == [(two, ""), (three, "")]
+        ear.follow([])
+        ear.unfollow([two, one])
+        ear.follow([two])
+        assert await ear.heard() == (two, "")
+        for channel in (one, two, three):
+            await store.redis.publish(channel, "news")
+        assert [await ear.heard(), await ear.heard()] == [(two, "news"), (three, "news")]
 
 
 async def test_a_message_in_pieces_is_put_together(tmp_path: Path) -> None:
     said = SUBSCRIBED + message("one") + message("two")
     puppet = Puppet(tmp_path, lambda number: [bytes([byte]) for byte in said])
     async with puppet.run(), ear_at(puppet.url, "7") as ear:
-        assert [await ear.heard(), await ear.heard()] == ["one", "two"]
+        assert [await ear.heard(), await ear.heard()] == [("7", "one"), ("7", "two")]
 
 
 async def test_who_may_not_listen_is_told_so_at_once(tmp_path: Path) -> None:
@@ -394,9 +409,10 @@ async def test_what_is_no_message_ends_the_connection_and_nothing_before_it_is_l
 ) -> None:
     puppet = Puppet(tmp_path, lambda number: [SUBSCRIBED + message("one") + nonsense])
     async with puppet.run(), ear_at(puppet.url, "7") as ear:
-        assert await ear.heard() == "one"
+        assert await ear.heard() == ("7", "one")
         with pytest.raises(StoreAway):
-            await ear.heard() and await ear.heard()
+            for _ in range(2):
+                await ear.heard()
 
 
 async def test_a_connection_lost_while_nobody_speaks_is_noticed(stoppable: RedisServer) -> None:
