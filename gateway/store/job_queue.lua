@@ -1,5 +1,6 @@
--- Returns since when no job is handed out, in ms, or nothing, then of every lane: name, how many are queued, how many in progress, how many ms ago the oldest that waits
--- was accepted, how many ended lately, in how many ms, and whether a worker that serves its model runs (1 or 0).
+-- Returns since when no job is handed out, in ms, or nothing; then of every lane: name, how many are queued, how
+-- many in progress, how many ms ago the oldest that waits was accepted, how many ended lately, in how many ms, and
+-- whether a worker that serves its model runs (1 or 0).
 
 local found = {redis.call('GET', key('drained'))}
 for i, lane in ipairs(redis.call('SMEMBERS', key('lanes'))) do
