@@ -16,8 +16,8 @@ GATE: Mapping[str, tuple[str, float]] = {
 }
 """How many times nginx's CPU in the same run a unit of work may cost before `--gate` fails.
 
-A third above what was measured on the processor on which the ratio is highest (docs/performance.md): the same
-code costs 12 times nginx's CPU per short request on one, 23 on another. Smaller steps backwards are for
+Above all that was measured, also on the processor on which the ratio is highest (docs/performance.md): the
+same code costs 12 times nginx's CPU per short request on one, 23 on another. Smaller steps backwards are for
 `benchmarks.steps --most`, which counts the same on every machine. A gate at the goals, which are not reached,
 would fail whatever is changed. It moves with the figures.
 """
