@@ -29,6 +29,7 @@ from gateway.core.health import (
     hang_after_s,
     preference,
     put_out,
+    retry_after_s,
     served_name,
     usable,
 )
@@ -340,6 +341,23 @@ def test_the_penalty_doubles_up_to_a_minute_and_a_good_spell_forgives_it() -> No
     for _ in range(3):
         status = advance(status, FAILED, now, RULES)
     assert status.ejected_until - now == 5
+
+
+@pytest.mark.parametrize(
+    ("state", "out_s", "asked_s"),
+    [
+        (State.EJECTED, -30.0, 31.0),  # 30 s of its penalty are left, and then it is probed
+        (State.EJECTED, -0.5, 1.5),
+        (State.EJECTED, 3.0, 3.0),  # its penalty is over, and no probe has succeeded
+        (State.BOOTING, 0.0, 1.0),
+        (State.BOOTING, 4.0, 4.0),
+        (State.DOWN, 3600.0, 10.0),
+    ],
+)
+def test_when_to_ask_again_for_one_that_is_out(state: State, out_s: float, asked_s: float) -> None:
+    status = BackendStatus(state, since=1_000.0 - (60.0 if state is State.EJECTED else out_s))
+
+    assert retry_after_s(replace(status, ejected_until=1_000.0 - out_s), 1_000.0) == asked_s
 
 
 def test_a_long_probation_is_no_good_spell() -> None:

@@ -1630,6 +1630,43 @@ def test_waiting_for_a_backend_that_is_gone_ends_at_once(state: State, reasons: 
     assert (list(turn.offers), [refused.reason for refused in turn.refused]) == ([], reasons)
 
 
+DOWN = BackendStatus(State.DOWN, since=-100.0)
+EITHER = TrafficClass("chat", ("light", "push"))
+
+
+@pytest.mark.parametrize(
+    ("light", "push", "retry_after_s"),
+    [
+        (replace(DOWN, state=State.EJECTED, ejected_until=4.0), DOWN, 5.0),
+        (replace(DOWN, state=State.EJECTED, ejected_until=90.0), DOWN, 10.0),
+        (replace(DOWN, state=State.EJECTED, ejected_until=90.0), UP, 59.0),  # drained by an operator, say
+        (DOWN, replace(DOWN, since=-3.0), 3.0),
+        (UP, UP, 1.0),
+    ],
+)
+def test_who_finds_no_backend_is_told_when_the_first_may_be_back(
+    light: BackendStatus, push: BackendStatus, retry_after_s: float
+) -> None:
+    site = Site()
+    site.status = {"light": light, "push": push}
+    failed = frozenset(name for name, status in site.status.items() if status is UP)
+    site.enter("a", traffic_class=EITHER, failed=failed)
+
+    assert [(one.reason, one.retry_after_s) for one in site.turn().refused] == [
+        (Reason.NO_BACKEND, retry_after_s)
+    ]
+
+
+def test_one_that_could_never_take_a_request_says_nothing_of_when_to_come_back() -> None:
+    site = Site()
+    site.status = {"light": replace(DOWN, since=-2.0), "push": replace(DOWN, since=-7.0)}
+    site.backends["light"] = replace(site.backends["light"], capacity=Capacity(50, (KneeStep(None, 1),)))
+    site.policy = replace(site.policy, backends=site.backends)
+    site.enter("a", traffic_class=EITHER)
+
+    assert [one.retry_after_s for one in site.turn().refused] == [7.0]
+
+
 def test_what_a_turn_has_not_looked_at_is_looked_at_by_the_next_one_at_once() -> None:
     """A turn looks at so many of a class; those behind them may have a free place or none at all."""
     many = bounded(waiting_max=1000)

@@ -43,6 +43,7 @@ from gateway.core.health.vocabulary import (
     accepts,
     hang_after_s,
     preference,
+    retry_after_s,
     served_name,
     usable,
     verdict,
@@ -73,6 +74,7 @@ __all__ = [
     "usable",
     "accepts",
     "preference",
+    "retry_after_s",
     "served_name",
     "verdict",
 ]

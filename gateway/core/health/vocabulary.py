@@ -153,6 +153,13 @@ PROBATION_SEQS = 2
 """Concurrent sequences on a backend in probation: enough for evidence, few enough to risk."""
 
 
+PROBED_WITHIN_S = 1.0
+"""Time added to a penalty, since only a probe ends it: the default interval of probes."""
+
+RETRY_AFTER_UNKNOWN_MAX_S = 10.0
+"""A person who waits for an SDK's two retries learns within 20 s that no backend is up."""
+
+
 @dataclass(frozen=True, slots=True)
 class HealthRules:
     """Thresholds of the health states, in seconds. Defaults are choices, not measurements, unless noted.
@@ -321,6 +328,18 @@ def accepts(status: BackendStatus, in_flight: int) -> bool:
     if status.state is State.PROBATION:
         return in_flight < PROBATION_SEQS
     return usable(status)
+
+
+def retry_after_s(status: BackendStatus, now: float) -> float:
+    """Return in how many seconds to ask again for a backend that is out of service, at least 1.
+
+    That is when its penalty is over and it has been probed. All other outages have no known end: each is
+    expected to last as long again as it has lasted, and at most `RETRY_AFTER_UNKNOWN_MAX_S`.
+    """
+    began_at = status.ejected_until if status.state is State.EJECTED else status.since
+    if now < began_at:
+        return began_at - now + PROBED_WITHIN_S
+    return max(1.0, min(RETRY_AFTER_UNKNOWN_MAX_S, now - began_at))
 
 
 def preference(status: BackendStatus) -> int:

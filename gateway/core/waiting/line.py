@@ -6,7 +6,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from types import MappingProxyType
 
-from gateway.core import selection
+from gateway.core import health, selection
 from gateway.core.facts import Flow, StartedTokens, summed
 from gateway.core.selection import BackendView
 from gateway.core.swap_policy import Backlog
@@ -337,7 +337,9 @@ class WaitingLine:
         for offer in offers:
             self._offer(offer)
         for entry in hopeless:
-            refused.append(self._refuse(entry, Reason.NO_BACKEND, now))
+            no_backend = self._refuse(entry, Reason.NO_BACKEND, now)
+            retry_after_s = _first_back_s(entry.ticket, views, now)
+            refused.append(replace(no_backend, expected_wait_s=None, retry_after_s=retry_after_s))
         self._full_classes = room.full_classes
         late = self._late(room.found_full, now, refused)
         # There is more to do if the lookahead limit may have ended the turn while slots were still free, or
@@ -589,6 +591,17 @@ def _foreseen(entry: Entry, wait_s: float | None, now: float) -> Reason | None:
     if entry.waited_s(now) + wait_s > entry.ticket.traffic_class.waiting.max_wait_s:
         return Reason.WAIT_TOO_LONG
     return None
+
+
+def _first_back_s(ticket: Ticket, views: Mapping[str, BackendView], now: float) -> float:
+    """Return when to ask again for a backend of a request's class, if none of them is up."""
+    known = [views[name] for name in ticket.policy.backends_of(ticket.traffic_class) if name in views]
+    out = [
+        health.retry_after_s(view.status, now)
+        for view in known
+        if not health.usable(view.status) and selection.could_take(view.backend, ticket.demand)
+    ]
+    return min(RETRY_AFTER_MAX_S, *out) if out else 1.0
 
 
 def _refused(entry: Entry, reason: Reason, ahead: int, wait_s: float | None, now: float) -> Refused:
