@@ -25,8 +25,9 @@ from gateway.core.batches import (
     RunningLine,
 )
 from gateway.core.jobs import Idempotency, NewJob, Quota
-from gateway.store.connections import Connections, milliseconds
+from gateway.store.connections import milliseconds
 from gateway.store.jobs import LOST_S, PROMISE_S, key_of, owner_of, promised, refuse_revoked, words_of
+from gateway.store.outages import LoggedConnections
 
 COMMAND_S = 5.0
 """Timeout of a command, and of waiting for a connection: a line may be megabytes long."""
@@ -69,8 +70,8 @@ class RedisBatches:
         """
         self._tag = f"{{{prefix}:jobs}}"
         self._lease_ms, self._each_max = milliseconds(lease_s), each_max
-        self._connections = Connections(
-            url, name="gateway-batches", command_s=command_s, connections_max=CONNECTIONS_MAX, decodes=False
+        self._connections = LoggedConnections(
+            url, store="batches", title="batch store", command_s=command_s, connections_max=CONNECTIONS_MAX
         )
         before = ("webhooks", "jobs", "files", "batches")
         self._scripts = {name: self._connections.script(*before, f"batch_{name}") for name in _SCRIPTS}
@@ -192,7 +193,7 @@ class RedisBatches:
 
     async def _run(self, name: str, *arguments: str | bytes | int) -> Any:
         command = partial(self._scripts[name], keys=[self._tag], args=[_LOST_MS, *arguments])
-        return await self._connections.answer("batch", command)
+        return await self._connections.answer(name, command)
 
 
 def _lines(pairs: Sequence[bytes]) -> list[RunningLine]:

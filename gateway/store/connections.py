@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
-from gateway.core.errors import ConfigError, StoreUnavailable
+from gateway.core.errors import ConfigError
 from gateway.tcp import KEEPALIVE
 
 UNREACHABLE = (RedisError, OSError, RuntimeError)
@@ -32,9 +32,6 @@ BACKSTOP_S = 60.0
 
 ONCE_MORE_S = 0.01
 """After the timeout of a command, received data is checked once more, this much later."""
-
-RETRY_AFTER_S = 5.0
-"""`Retry-After` for callers of a store that does not answer."""
 
 LOOKS = 10
 """A command's timeout is divided into this many parts, after each of which the clock is checked."""
@@ -152,18 +149,6 @@ class Connections:
                 if not _is_full(error):
                     await self._pool.drop_idle()
             raise StoreAway(text_of(error)) from error
-
-    async def answer(self, store: str, command: Callable[[], Awaitable[Any]]) -> Any:
-        """Run a command as `bounded` does, for the caller of a store with that name.
-
-        Raises:
-            StoreUnavailable: the outcome of the command is unknown.
-        """
-        try:
-            return await self.bounded(command)
-        except StoreAway as error:
-            message = f"The {store} store {error.manner}. Please retry."
-            raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
 
     async def aclose(self) -> None:
         """Close all connections."""

@@ -5,12 +5,14 @@ complete; incomplete uploads expire, as do files past their expiry that no batch
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from gateway.core.errors import StoreUnavailable
 from gateway.core.files import FileRefusal, NewFile, StoredFile
-from gateway.store.connections import Connections, milliseconds
+from gateway.store.connections import milliseconds
 from gateway.store.jobs import key_of, owner_of
+from gateway.store.outages import LoggedConnections
 
 COMMAND_S = 5.0
 """Timeout of a command, and of waiting for a connection: a piece is a megabyte."""
@@ -33,8 +35,8 @@ class RedisFiles:
             command_s: Timeout of a command, and of waiting for a connection.
         """
         self._tag = f"{{{prefix}:jobs}}"
-        self._connections = Connections(
-            url, name="gateway-files", command_s=command_s, connections_max=CONNECTIONS_MAX, decodes=False
+        self._connections = LoggedConnections(
+            url, store="files", title="file store", command_s=command_s, connections_max=CONNECTIONS_MAX
         )
         self._scripts = {
             name: self._connections.script("webhooks", "jobs", "files", f"file_{name}") for name in _SCRIPTS
@@ -82,8 +84,8 @@ class RedisFiles:
         piece, start = divmod(offset, PIECE_BYTES)
         name = f"{self._tag}:piece:{file_id}:{piece}"
         last = -1 if limit is None else start + limit - 1
-        redis = self._connections.redis
-        data: bytes = await self._connections.answer("file", lambda: redis.getrange(name, start, last))
+        command = partial(self._connections.redis.getrange, name, start, last)
+        data: bytes = await self._connections.answer("read", command)
         return data
 
     async def delete(self, file_id: str) -> bool | FileRefusal:
@@ -96,8 +98,8 @@ class RedisFiles:
         await self._connections.aclose()
 
     async def _run(self, name: str, *arguments: str | bytes | int) -> Any:
-        script = self._scripts[name]
-        return await self._connections.answer("file", lambda: script(keys=[self._tag], args=[1, *arguments]))
+        command = partial(self._scripts[name], keys=[self._tag], args=[1, *arguments])
+        return await self._connections.answer(name, command)
 
 
 def _file(values: Sequence[bytes]) -> StoredFile:

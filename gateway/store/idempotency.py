@@ -4,15 +4,12 @@ A running request holds its key with a lease; a successful answer is stored unde
 lease has expired can neither overwrite the answer nor release the lease of a later runner.
 """
 
-import logging
+from functools import partial
 from typing import Any
 
-from gateway.core.errors import StoreUnavailable
 from gateway.core.idempotency import IdempotencyClaim, KeyState
-from gateway.events import about
-from gateway.store.connections import RETRY_AFTER_S, Connections, StoreAway, milliseconds
-
-log = logging.getLogger("gateway.store")
+from gateway.store.connections import milliseconds
+from gateway.store.outages import LoggedConnections
 
 COMMAND_S = 2.0
 """Timeout of a command, and of waiting for a connection: an answer may be megabytes long."""
@@ -33,15 +30,15 @@ class RedisIdempotency:
             command_s: Timeout of a command, and of waiting for a connection.
         """
         self._prefix, self._bytes_max = prefix, bytes_max
-        self._connections = Connections(
+        self._connections = LoggedConnections(
             url,
-            name="gateway-idempotency",
+            store="idempotency",
+            title="store for idempotency keys",
+            advice="Please retry, or send no key.",
             command_s=command_s,
             connections_max=CONNECTIONS_MAX,
-            decodes=False,
         )
         self._script = self._connections.script("expiring_records", "idempotency")
-        self._is_away = False
 
     async def begin(self, claim: IdempotencyClaim, lease_s: float) -> bytes | KeyState:
         """See `ports.IdempotencyStore.begin`."""
@@ -72,22 +69,4 @@ class RedisIdempotency:
         tag = f"{{{self._prefix}:promises:{claim.owner or ''}}}"
         keys = [f"{tag}:{name}" for name in ("records", "expiries", "bytes", f"running:{claim.id}")]
         args = [what, claim.id, claim.fingerprint, claim.runner, *arguments]
-        try:
-            reply = await self._connections.bounded(lambda: self._script(keys=keys, args=args))
-        except StoreAway as error:
-            if not self._is_away:
-                log.error(
-                    "the store for idempotency keys is unavailable: %s",
-                    error,
-                    extra=about("store_away", store="idempotency"),
-                )
-            self._is_away = True
-            message = f"The store for idempotency keys {error.manner}. Please retry, or send no key."
-            raise StoreUnavailable(message, retry_after_s=RETRY_AFTER_S) from error
-        if self._is_away:
-            log.warning(
-                "the store for idempotency keys is available again",
-                extra=about("store_back", store="idempotency"),
-            )
-        self._is_away = False
-        return reply
+        return await self._connections.answer(what, partial(self._script, keys=keys, args=args))

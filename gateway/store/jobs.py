@@ -9,9 +9,10 @@ import hashlib
 import logging
 import secrets
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import anyio
@@ -34,7 +35,8 @@ from gateway.core.jobs import (
     Serving,
 )
 from gateway.events import about
-from gateway.store.connections import Connections, StoreAway, milliseconds
+from gateway.store.connections import StoreAway, milliseconds
+from gateway.store.outages import LoggedConnections
 from gateway.store.wire import Subscription, subscribed
 
 log = logging.getLogger("gateway.store")
@@ -53,9 +55,6 @@ POLLS_PER_S = 50
 
 AGAIN_S = 1.0
 """Interval between attempts to subscribe while the store is unreachable."""
-
-REFUSED_S = 60.0
-"""For this long after the store has refused a command, only the same one shows that it is back."""
 
 PROMISE_S = 86_400.0
 """How long an idempotency key is remembered."""
@@ -110,17 +109,16 @@ class RedisJobs:
         """
         self._tag = f"{{{prefix}:jobs}}"
         self._lost_ms = milliseconds(lost_s)
-        self._connections = Connections(
+        self._connections = LoggedConnections(
             url,
-            name="gateway-jobs",
+            store="jobs",
+            title="job store",
             command_s=command_s,
             connections_max=connections_max,
-            decodes=False,
         )
         self._scripts = {
             name: self._connections.script("webhooks", "jobs", f"job_{name}") for name in _SCRIPTS
         }
-        self._refused: dict[str, float] = {}  # commands refused, and when; "" while there is no answer
         self._tokens: dict[str, str] = {}  # of claims whose reply was lost, by worker
         self._waiters: dict[str, _Waiters] = {}
         self._waiting = 0  # number of tasks that wait for a job
@@ -162,10 +160,9 @@ class RedisJobs:
 
     async def chunks(self, job_id: str, start: int = 0, limit: int = 1000) -> Sequence[Chunk]:
         """See `ports.JobStore.chunks`."""
-        redis = self._connections.redis
-        entries = await self._ask(
-            lambda: redis.xrange(self._key("chunks", job_id), min=f"0-{start + 1}", count=limit)
-        )
+        xrange = self._connections.redis.xrange
+        command = partial(xrange, self._key("chunks", job_id), min=f"0-{start + 1}", count=limit)
+        entries = await self._connections.answer("chunks", command)
         return [_chunk(entry, values) for entry, values in entries]
 
     async def all_chunks(self, job_id: str) -> Sequence[Chunk]:
@@ -232,8 +229,8 @@ class RedisJobs:
 
     async def totals(self) -> Mapping[tuple[str, str], int]:
         """See `ports.JobStore.totals`."""
-        redis = self._connections.redis
-        found = await self._ask(lambda: redis.hgetall(self._key("totals")))
+        command = partial(self._connections.redis.hgetall, self._key("totals"))
+        found = await self._connections.answer("totals", command)
         totals = {}
         for name, count in found.items():
             outcome, _, lane = name.decode().partition(" ")
@@ -268,8 +265,8 @@ class RedisJobs:
 
     async def is_served_elsewhere(self, model: str, config: str) -> bool:
         """See `ports.JobStore.is_served_elsewhere`."""
-        redis = self._connections.redis
-        found = await self._ask(lambda: redis.zrange(self._key("serving", model), 0, -1))
+        command = partial(self._connections.redis.zrange, self._key("serving", model), 0, -1)
+        found = await self._connections.answer("serving", command)
         return any(member.decode().rpartition(" ")[2] != config for member in found)
 
     async def append(self, job_id: str, claim: str, chunk: Chunk) -> bool:
@@ -342,6 +339,11 @@ class RedisJobs:
                 pass  # waiting tasks poll in the meantime
             self._wake_all()
             await anyio.sleep(AGAIN_S)
+
+    @property
+    def is_refusing(self) -> bool:
+        """See `ports.JobStore.is_refusing`."""
+        return self._connections.is_refusing
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -420,8 +422,8 @@ class RedisJobs:
 
     async def _status_of(self, job_id: str) -> tuple[JobStatus | None, int]:
         """Return a job's status and number of chunks; None as status if the job does not exist."""
-        redis = self._connections.redis
-        status, chunks = await self._ask(lambda: redis.hmget(self._key("job", job_id), ["status", "chunks"]))
+        command = partial(self._connections.redis.hmget, self._key("job", job_id), ["status", "chunks"])
+        status, chunks = await self._connections.answer("status", command)
         return (None, 0) if status is None else (JobStatus(status.decode()), int(chunks))
 
     # ------------------------------------------------------------ internals
@@ -430,42 +432,8 @@ class RedisJobs:
         return ":".join((self._tag, *names))
 
     async def _run(self, name: str, *arguments: str | bytes | int) -> Any:
-        script = self._scripts[name]
-        return await self._ask(lambda: script(keys=[self._tag], args=[self._lost_ms, *arguments]), name)
-
-    async def _ask(self, command: Callable[[], Awaitable[Any]], name: str = "") -> Any:
-        try:
-            reply = await self._connections.answer("job", command)
-        except StoreUnavailable as error:
-            reason = error.__cause__
-            assert isinstance(reason, StoreAway)
-            self._failed(name if reason.is_refusal else "", reason)
-            raise
-        if self._refused:
-            self._succeeded(name)
-        return reply
-
-    @property
-    def is_refusing(self) -> bool:
-        """See `ports.JobStore.is_refusing`."""
-        return any(self._refused)
-
-    def _failed(self, name: str, reason: StoreAway) -> None:
-        """Log the beginning of an outage. `name`: the command that was refused; "": there was no answer."""
-        if not self._refused or (not name and "" not in self._refused):
-            log.error("the job store is unavailable: %s", reason, extra=about("store_away", store="jobs"))
-        if name:
-            self._refused.pop("", None)
-        self._refused[name] = anyio.current_time()
-
-    def _succeeded(self, name: str) -> None:
-        """Log the end of an outage. A server that is full, or a replica, still answers some commands."""
-        since = anyio.current_time() - REFUSED_S
-        self._refused = {
-            other: at for other, at in self._refused.items() if other not in ("", name) and at > since
-        }
-        if not self._refused:
-            log.warning("the job store is available again", extra=about("store_back", store="jobs"))
+        command = partial(self._scripts[name], keys=[self._tag], args=[self._lost_ms, *arguments])
+        return await self._connections.answer(name, command)
 
 
 # ------------------------------------------------------------------ encoding

@@ -3,7 +3,8 @@
 from functools import partial
 from typing import Any
 
-from gateway.store.connections import Connections, milliseconds
+from gateway.store.connections import milliseconds
+from gateway.store.outages import LoggedConnections
 
 COMMAND_S = 2.0
 """Timeout of a command, and of waiting for a connection: a record may be megabytes long."""
@@ -24,12 +25,12 @@ class RedisResponseStore:
             command_s: Timeout of a command, and of waiting for a connection.
         """
         self._prefix, self._bytes_max = prefix, bytes_max
-        self._connections = Connections(
+        self._connections = LoggedConnections(
             url,
-            name="gateway-responses",
+            store="responses",
+            title="response store",
             command_s=command_s,
             connections_max=CONNECTIONS_MAX,
-            decodes=False,
         )
         self._script = self._connections.script("expiring_records", "responses")
 
@@ -53,8 +54,7 @@ class RedisResponseStore:
         """Close all connections."""
         await self._connections.aclose()
 
-    async def _run(self, owner: str | None, *arguments: str | bytes | int) -> Any:
+    async def _run(self, owner: str | None, what: str, *arguments: str | bytes | int) -> Any:
         tag = f"{{{self._prefix}:responses:{owner or ''}}}"
         keys = [f"{tag}:{name}" for name in ("records", "expiries", "bytes")]
-        command = partial(self._script, keys=keys, args=list(arguments))
-        return await self._connections.answer("response", command)
+        return await self._connections.answer(what, partial(self._script, keys=keys, args=[what, *arguments]))

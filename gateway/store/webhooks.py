@@ -7,12 +7,13 @@ is not settled expires after `CLAIM_S`, and the delivery is due again.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from gateway.core.errors import StoreUnavailable
 from gateway.core.webhooks import Delivery, WebhookEndpoint, WebhookEvent
-from gateway.store.connections import Connections, StoreAway, milliseconds
+from gateway.store.connections import milliseconds
 from gateway.store.jobs import key_of
+from gateway.store.outages import LoggedConnections
 
 COMMAND_S = 2.0
 """Timeout of a command. No caller waits for one."""
@@ -50,8 +51,13 @@ class RedisWebhooks:
         """
         self._tag = f"{{{prefix}:jobs}}"
         self._claim_ms, self._pending_max = milliseconds(claim_s), pending_max
-        self._connections = Connections(
-            url, name="gateway-webhooks", command_s=command_s, connections_max=CONNECTIONS_MAX
+        self._connections = LoggedConnections(
+            url,
+            store="webhooks",
+            title="webhook store",
+            command_s=command_s,
+            connections_max=CONNECTIONS_MAX,
+            decodes=True,
         )
         self._scripts = {name: self._connections.script("webhooks", f"webhook_{name}") for name in _SCRIPTS}
 
@@ -99,11 +105,8 @@ class RedisWebhooks:
         await self._connections.aclose()
 
     async def _run(self, name: str, *arguments: str | int | bytes) -> Any:
-        script = self._scripts[name]
-        try:
-            return await self._connections.bounded(lambda: script(keys=[self._tag], args=arguments))
-        except StoreAway as error:
-            raise StoreUnavailable(str(error)) from error
+        command = partial(self._scripts[name], keys=[self._tag], args=arguments)
+        return await self._connections.answer(name, command)
 
 
 def _said(endpoint: WebhookEndpoint) -> str:

@@ -5,7 +5,6 @@ result of an attempt is written to the store afterwards, so if a process dies in
 attempted again under the same id (at-least-once delivery).
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -14,7 +13,6 @@ from anyio.abc import TaskGroup
 
 from gateway.core.errors import StoreUnavailable
 from gateway.core.webhooks import Delivery, WebhookAttempt, WebhookEndpoint, WebhookOutcome
-from gateway.events import about
 from gateway.ports import WebhookStore
 from gateway.upstream.webhook_calls import WebhookCaller
 
@@ -31,8 +29,6 @@ SAY_S = 60.0
 
 SETTLE_TRIES = 20
 """How often writing a result to an unreachable store is tried, a second apart. Then the delivery repeats."""
-
-log = logging.getLogger("gateway.webhooks")
 
 
 class Webhooks:
@@ -67,7 +63,6 @@ class Webhooks:
         self._under_way: Counter[str] = Counter()
         self._gone: set[str] = set()
         self._has_room = anyio.Event()
-        self._is_away = False
         self._said_at = float("-inf")
 
     async def run(self) -> None:
@@ -89,21 +84,9 @@ class Webhooks:
         try:
             has_more = await self._hand_on()
             await self._take(tasks)
-        except StoreUnavailable as error:
-            if not self._is_away:
-                log.error(
-                    "webhooks are on hold: the store is unavailable (%s)",
-                    error,
-                    extra=about("store_away", store="webhooks"),
-                )
-            self._is_away = True
+        except StoreUnavailable:
             await anyio.sleep(self._poll_s)
             return
-        if self._is_away:
-            log.warning(
-                "webhooks are sent again: the store is available", extra=about("store_back", store="webhooks")
-            )
-        self._is_away = False
         if not has_more:
             with anyio.move_on_after(self._poll_s):
                 await self._has_room.wait()

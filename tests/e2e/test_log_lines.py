@@ -37,11 +37,12 @@ def told(out: io.StringIO, *events: str) -> Counter[tuple[str, str]]:
 async def test_a_dead_store_is_told_once_however_much_is_asked_of_it(
     tmp_path: Path, out: io.StringIO
 ) -> None:
-    stores = ("idempotency", "jobs", "limits")
+    stores = ("batches", "files", "idempotency", "jobs", "limits", "responses")
     folder = tmp_path / "store"
     folder.mkdir()
     chat = {"model": "gemma-4", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     job = {"model": "gemma-4", "input": "hi", "background": True}
+    continued = {"model": "gemma-4", "input": "hi", "previous_response_id": "resp_a"}
     with own_server("valkey-9", folder, keeps=True) as server:
         async with (
             site(
@@ -60,7 +61,9 @@ async def test_a_dead_store_is_told_once_however_much_is_asked_of_it(
                     "/v1/chat/completions", json=chat, headers={"idempotency-key": f"k-{number}"}
                 )
                 second = await client.post("/v1/responses", json=job)
-                assert (first.status_code, second.status_code) == (503, 503)
+                third = await client.post("/v1/responses", json=continued)
+                asked = [await client.get(f"/v1/{name}") for name in ("batches", "files")]
+                assert {one.status_code for one in (first, second, third, *asked)} == {503}
             away = {("store_away", name): 1 for name in stores}
             await running.eventually(lambda: told(out, "store_away") == away)
             assert told(out, "store_back") == {}
@@ -69,6 +72,9 @@ async def test_a_dead_store_is_told_once_however_much_is_asked_of_it(
 
             async def ask() -> None:
                 await client.post("/v1/chat/completions", json=chat, headers={"idempotency-key": "again"})
+                await client.post("/v1/responses", json=continued)
+                for name in ("batches", "files"):
+                    await client.get(f"/v1/{name}")
 
             await ask()
             await running.eventually(lambda: len(told(out, "store_back")) >= 2)

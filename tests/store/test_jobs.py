@@ -959,7 +959,7 @@ async def test_a_store_that_is_away_says_so_and_comes_back(
 async def test_a_store_that_refuses_is_not_back_because_it_can_be_read(
     refused_s: float, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.store.jobs.REFUSED_S", refused_s)
+    monkeypatch.setattr("gateway.store.outages.REFUSED_S", refused_s)
     with own_server("valkey-9", tmp_path) as server:
         jobs, redis = Jobs(server.url), Redis.from_url(server.url)
         await redis.config_set("maxmemory", 1)
