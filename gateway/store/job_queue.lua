@@ -10,7 +10,7 @@ for i, lane in ipairs(redis.call('SMEMBERS', key('lanes'))) do
     local ends = redis.call('HGETALL', key('ends', lane))
     for j = 1, #ends, 2 do
         local at = ends[j] * BUCKET_MS
-        if at >= now - LATELY_MS then
+        if at >= now - LATELY_MS and at < now then -- later ones: this server's clock has gone back
             ended = ended + ends[j + 1]
             if at < since then
                 since, first = at, ends[j + 1]

@@ -278,7 +278,8 @@ local function count_end(lane)
     local bucket = math.floor(now / BUCKET_MS)
     if redis.call('HINCRBY', ends, string.format('%.0f', bucket), 1) == 1 then
         for _, old in ipairs(redis.call('HKEYS', ends)) do
-            if tonumber(old) * BUCKET_MS < now - LATELY_MS then
+            local at = tonumber(old) * BUCKET_MS
+            if at < now - LATELY_MS or at > now then -- later ones: this server's clock has gone back
                 redis.call('HDEL', ends, old)
             end
         end

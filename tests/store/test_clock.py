@@ -76,6 +76,24 @@ async def test_jobs_of_a_worker_that_died_and_jobs_that_rest_go_on(world: JobWor
     assert await jobs.finish(*jobs.held("alive"), JobStatus.COMPLETED)
 
 
+async def test_ends_that_lie_ahead_do_not_count(world: JobWorld) -> None:
+    jobs = world.open()
+    await world.submit(jobs, "done", "done-too", "waits")
+    for id in ("done", "done-too"):
+        await world.claim(jobs)
+        await jobs.finish(*jobs.held(id), JobStatus.COMPLETED)
+        ends = await world.redis.hgetall(world.key("ends", LANE))
+        ahead: Any = {int(bucket) + HOUR_MS // 10_000: count for bucket, count in ends.items()}
+        await world.redis.delete(world.key("ends", LANE))
+        await world.redis.hset(world.key("ends", LANE), mapping=ahead)
+        (lane,) = (await jobs.queue()).lanes
+        assert (lane.queued, lane.drain_per_s) == (2 if id == "done" else 1, None)
+
+    await world.claim(jobs)
+    await jobs.finish(*jobs.held("waits"), JobStatus.COMPLETED)
+    assert list((await world.redis.hgetall(world.key("ends", LANE))).values()) == ["1"]
+
+
 async def test_a_batch_whose_process_died_is_taken_up(store: Any) -> None:
     world = BatchWorld(store.url, store.prefix, store.redis)
     batches = world.open(lease_s=LOST_S)
