@@ -303,7 +303,7 @@ class Gateway:
         self.operators = Operators(
             handlers=[
                 *config_handlers(self.reloader),
-                *job_handlers(self.jobs, self.clock),
+                *job_handlers(self.jobs),
                 *self.console.handlers(),
                 *explain_handlers(what_if),
             ],

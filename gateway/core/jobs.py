@@ -240,10 +240,12 @@ class Queue:
     Attributes:
         lanes: Every lane with jobs that are queued or in progress.
         drained_at: Since when an operator has paused the queue, in epoch seconds; None: it is not paused.
+        at: The time, by the clock that all times of jobs are taken from: the store's. Epoch seconds.
     """
 
     lanes: tuple[Lane, ...] = ()
     drained_at: float | None = None
+    at: float = 0.0
 
     @property
     def open_lanes(self) -> tuple[Lane, ...]:

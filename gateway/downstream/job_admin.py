@@ -10,11 +10,11 @@ from litestar.params import FromPath
 
 from gateway.core.chat_jobs import job_id as id_for_chat
 from gateway.core.errors import InvalidRequest, JobEnded, JobNotEnded, JobNotFound, RouteNotFound
-from gateway.core.jobs import Job, JobStatus, Lane
+from gateway.core.jobs import Job, JobStatus, Lane, Queue
 from gateway.downstream.files import limit_of
 from gateway.downstream.operator_json import indented
 from gateway.events import about
-from gateway.ports import Clock, JobStore
+from gateway.ports import JobStore
 
 log = logging.getLogger("gateway.jobs")
 
@@ -23,17 +23,16 @@ LIMIT, LIMIT_MAX = 100, 1000
 _FILTERS = ("key", "lane", "limit", "status")
 
 
-def job_handlers(jobs: JobStore | None, clock: Clock) -> Sequence[BaseRouteHandler]:
+def job_handlers(jobs: JobStore | None) -> Sequence[BaseRouteHandler]:
     """Return the route handlers under `/admin/jobs`. `jobs` is None if there are no jobs."""
-    return _Handlers(jobs, clock).handlers()
+    return _Handlers(jobs).handlers()
 
 
 class _Handlers:
     """State shared by the handlers."""
 
-    def __init__(self, jobs: JobStore | None, clock: Clock) -> None:
+    def __init__(self, jobs: JobStore | None) -> None:
         self._kept = jobs
-        self._clock = clock
 
     def handlers(self) -> Sequence[BaseRouteHandler]:
 
@@ -44,7 +43,7 @@ class _Handlers:
         @get(f"{PATH}/{{job_id:str}}")
         async def job(job_id: FromPath[str]) -> Response[bytes]:
             job_id = _own_id(job_id)
-            return self._shown(await self._jobs.get(job_id), job_id)
+            return await self._shown(await self._jobs.get(job_id), job_id)
 
         @post(f"{PATH}/{{job_id:str}}/cancel", status_code=200)
         async def cancel(job_id: FromPath[str]) -> Response[bytes]:
@@ -54,7 +53,7 @@ class _Handlers:
                 log.info(
                     "an operator cancelled job %s", job_id, extra=about("operator_cancelled_job", id=job_id)
                 )
-            return self._shown(found, job_id)
+            return await self._shown(found, job_id)
 
         @post(f"{PATH}/{{job_id:str}}/retry", status_code=200)
         async def retry(job_id: FromPath[str]) -> Response[bytes]:
@@ -69,15 +68,15 @@ class _Handlers:
                 found = await self._jobs.retry(job_id)
             if found is not None:
                 log.info("an operator retried job %s", job_id, extra=about("operator_retried_job", id=job_id))
-            return self._shown(found, job_id)
+            return await self._shown(found, job_id)
 
         @post(f"{PATH}/drain", status_code=200)
         async def drain() -> Response[bytes]:
-            return _json(self._drain_view(await self._jobs.drain(True)))
+            return _json(await self._drained(True))
 
         @post(f"{PATH}/undrain", status_code=200)
         async def undrain() -> Response[bytes]:
-            return _json(self._drain_view(await self._jobs.drain(False)))
+            return _json(await self._drained(False))
 
         return (jobs, job, cancel, retry, drain, undrain)
 
@@ -99,23 +98,24 @@ class _Handlers:
             limit=limit_of(asked, LIMIT, LIMIT_MAX),
         )
         queue = await self._jobs.queue()
-        now = self._clock.wall()
         return {
-            **self._drain_view(queue.drained_at),
+            **_drain_view(queue),
             "lanes": [lane_view(lane) for lane in sorted(queue.lanes, key=lambda lane: lane.name)],
-            "jobs": [job_view(job, now) for job in found],
+            "jobs": [job_view(job, queue.at) for job in found],
         }
 
-    def _drain_view(self, drained_at: float | None) -> Mapping[str, Any]:
-        return {
-            "drained": drained_at is not None,
-            "drained_for_s": _ago(drained_at, self._clock.wall()),
-        }
+    async def _drained(self, is_drained: bool) -> Mapping[str, Any]:
+        await self._jobs.drain(is_drained)
+        return _drain_view(await self._jobs.queue())
 
-    def _shown(self, job: Job | None, job_id: str) -> Response[bytes]:
+    async def _shown(self, job: Job | None, job_id: str) -> Response[bytes]:
         if job is None:
             raise JobNotFound(f"There is no job {job_id[:100]}.")
-        return _json(job_view(job, self._clock.wall()))
+        return _json(job_view(job, (await self._jobs.queue()).at))
+
+
+def _drain_view(queue: Queue) -> Mapping[str, Any]:
+    return {"drained": queue.drained_at is not None, "drained_for_s": _ago(queue.drained_at, queue.at)}
 
 
 def lane_view(lane: Lane) -> Mapping[str, Any]:
@@ -130,7 +130,7 @@ def lane_view(lane: Lane) -> Mapping[str, Any]:
 
 
 def job_view(job: Job, now: float) -> Mapping[str, Any]:
-    """Return a job as JSON; times in epoch seconds, like `now`."""
+    """Return a job as JSON; times in epoch seconds, like `now`, by the store's clock."""
     until = job.ended_at if job.ended_at is not None else now
     is_running = job.status is JobStatus.IN_PROGRESS
     return {

@@ -1,8 +1,8 @@
--- Returns since when no job is handed out, in ms, or nothing; then of every lane: name, how many are queued, how
--- many in progress, how many ms ago the oldest that waits was accepted, how many ended lately, in how many ms, and
--- whether a worker that serves its model runs (1 or 0).
+-- Returns the time, in ms; since when no job is handed out, in ms, or nothing; then of every lane: name, how many are
+-- queued, how many in progress, how many ms ago the oldest that waits was accepted, how many ended lately, in how many
+-- ms, and whether a worker that serves its model runs (1 or 0).
 
-local found = {redis.call('GET', key('drained'))}
+local found = {now, redis.call('GET', key('drained'))}
 for i, lane in ipairs(redis.call('SMEMBERS', key('lanes'))) do
     -- The first ends start the clock and do not count: nothing tells how long the jobs before them took. If there are
     -- no others, these count, as those of all the time that is looked at.
@@ -23,7 +23,7 @@ for i, lane in ipairs(redis.call('SMEMBERS', key('lanes'))) do
         since = now - LATELY_MS
     end
     local oldest = redis.call('ZRANGE', key('ages', lane), 0, 0, 'WITHSCORES')[2] or false
-    found[i + 1] = {
+    found[i + 2] = {
         lane,
         redis.call('ZCARD', key('ages', lane)),
         tonumber(redis.call('HGET', key('running'), lane) or 0),

@@ -224,8 +224,8 @@ class RedisJobs:
 
     async def queue(self) -> Queue:
         """See `ports.JobStore.queue`."""
-        drained_ms, *lanes = await self._run("queue")
-        return Queue(tuple(map(_lane, lanes)), _since(drained_ms))
+        now_ms, drained_ms, *lanes = await self._run("queue")
+        return Queue(tuple(map(_lane, lanes)), _since(drained_ms), now_ms / 1000)
 
     async def totals(self) -> Mapping[tuple[str, str], int]:
         """See `ports.JobStore.totals`."""

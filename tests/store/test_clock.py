@@ -1,19 +1,24 @@
 """The server's clock has gone back an hour: what it knows lasts as long from now on as it would have."""
 
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import anyio
+import httpx
 import pytest
+from litestar import Litestar
 from support.batch_world import BatchWorld
 from support.job_world import LANE, NO_MODELS, JobWorld
 from support.webhook_store import Announcing
 
 from gateway.core.idempotency import IdempotencyClaim, KeyState, fingerprint
-from gateway.core.jobs import Job, JobStatus
+from gateway.core.jobs import Job, JobStatus, Queue
 from gateway.core.values import UNLIMITED, Load
 from gateway.core.webhooks import Delivery, WebhookEndpoint
+from gateway.downstream.job_admin import job_handlers
 from gateway.store.idempotency import RedisIdempotency
+from gateway.store.jobs import RedisJobs
 from gateway.store.leases import Leases, Order
 
 HOUR_MS = 3_600_000
@@ -192,3 +197,25 @@ async def test_webhooks_are_claimed_again_and_retried_no_later(store: Any) -> No
     due_ms = await redis.zscore(f"{tag}:due:ops", retried.id)
     assert 0 < due_ms - await now_ms(redis) <= 60_000
     await webhooks.aclose()
+
+
+class AnHourAhead(RedisJobs):
+    """Jobs of a server whose clock is an hour ahead of this process's by now."""
+
+    async def queue(self) -> Queue:
+        queue = await super().queue()
+        return replace(queue, at=queue.at + HOUR_MS / 1000)
+
+
+async def test_how_long_ago_things_were_is_told_by_the_servers_clock(world: JobWorld) -> None:
+    jobs = AnHourAhead(world.url, prefix=world.prefix, lost_s=TTL_S, command_s=10.0)
+    await world.submit(world.open(), "waits")
+    await jobs.drain(True)
+    transport = httpx.ASGITransport(Litestar([*job_handlers(jobs)]))  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="http://admin") as http:
+        listed = (await http.get("/admin/jobs")).json()
+        drained = (await http.post("/admin/jobs/drain")).json()
+        shown = (await http.get("/admin/jobs/waits")).json()
+    await jobs.aclose()
+    ages = listed["jobs"][0]["age_s"], shown["age_s"], listed["drained_for_s"], drained["drained_for_s"]
+    assert all(3600 <= age < 3660 for age in ages)
