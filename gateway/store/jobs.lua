@@ -343,7 +343,6 @@ local function delete(job)
     end
     redis.call('ZREM', key('ended'), ended_as(job))
     forget(job.id, job.bytes, job.owner)
-    tell(job)
 end
 
 -- ------------------------------------------------------------------ the sweep

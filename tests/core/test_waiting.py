@@ -344,6 +344,7 @@ def test_a_document_has_its_own_prefill_on_top_of_the_target() -> None:
 
     assert ticket.due_at == 110.0
     assert replace(ticket, deadline=90.0).due_at == 90.0
+    assert replace(ticket, deadline=130.0).due_at == 110.0
 
 
 def test_the_higher_priority_goes_first() -> None:

@@ -13,7 +13,7 @@ from support.job_world import LANE, NO_MODELS, JobWorld
 from support.webhook_store import Announcing
 
 from gateway.core.idempotency import IdempotencyClaim, KeyState, fingerprint
-from gateway.core.jobs import Job, JobStatus, Queue
+from gateway.core.jobs import Job, JobStatus, Queue, Serving
 from gateway.core.values import UNLIMITED, Load
 from gateway.core.webhooks import Delivery, WebhookEndpoint
 from gateway.downstream.job_admin import job_handlers
@@ -97,6 +97,13 @@ async def test_ends_that_lie_ahead_do_not_count(world: JobWorld) -> None:
     await world.claim(jobs)
     await jobs.finish(*jobs.held("waits"), JobStatus.COMPLETED)
     assert list((await world.redis.hgetall(world.key("ends", LANE))).values()) == ["1"]
+
+
+async def test_a_configuration_that_was_given_up_is_forgotten(world: JobWorld) -> None:
+    ahead = await now_ms(world.redis) + HOUR_MS
+    await world.redis.zadd(world.key("serving", "m"), {"dead old": ahead})
+    await world.open().beat("w", [], Serving("new", frozenset({"m"})))
+    assert await world.serving("m") == ["w new"]
 
 
 async def test_a_batch_whose_process_died_is_taken_up(store: Any) -> None:

@@ -316,6 +316,37 @@ async def test_who_is_not_heard_of_loses_the_job_for_good(world: JobWorld, jobs:
     assert await jobs.append(*jobs.held("a", 2), Chunk(0, 2, b"x"))
 
 
+async def test_a_job_can_be_taken_over_though_the_others_of_its_lane_have_ended(
+    world: JobWorld, jobs: Jobs
+) -> None:
+    await world.submit(jobs, "a", "b")
+    assert await claimed(jobs) == ["a", "b"]
+    await jobs.finish(*jobs.held("a"), JobStatus.COMPLETED)
+    assert await world.redis.xlen(world.key("new", "normal", LANE)) == 1  # nothing of what has ended
+    await world.lose_worker_of("b")
+    assert await claimed(jobs) == ["b"]
+
+
+async def test_a_job_that_others_refused_is_taken_over_and_forgotten_at_its_end(
+    world: JobWorld, jobs: Jobs
+) -> None:
+    await world.submit(jobs, "a", "b")
+    for config in ("small", "large"):
+        await jobs.beat(config, [], Serving(config, frozenset({"m"})))
+    refusal = JobError("too_long", "It is too long.")
+    job = await jobs.claim("small", [LANE], 3, "small")
+    assert job is not None and job.id == "a"
+    refused = await jobs.refuse("a", job.claim, refusal, config="small", attempts_max=3, after_s=0.0)
+    assert refused is Refused.LEFT
+    for attempt in (2, 3):
+        job = await jobs.claim("large", [LANE], 3, "large")
+        assert job is not None and (job.id, job.attempt) == ("a", attempt)
+        if attempt == 2:
+            await world.lose_worker_of("a")
+    await jobs.finish("a", job.claim, JobStatus.COMPLETED)
+    assert "refused" not in await world.names()
+
+
 async def test_a_late_return_by_who_has_lost_it_does_nothing(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a")
     await world.claim(jobs, "dead")
@@ -443,25 +474,28 @@ async def test_a_job_that_waits_is_cancelled_and_the_rest_moves_up(world: JobWor
     assert await jobs.cancel("nothing") is None
 
 
-async def test_the_worker_of_a_cancelled_job_hears_it(world: JobWorld, jobs: Jobs) -> None:
+@pytest.mark.parametrize("is_deleted", [False, True], ids=["cancelled", "deleted"])
+async def test_the_worker_of_a_cancelled_job_hears_it(world: JobWorld, jobs: Jobs, is_deleted: bool) -> None:
     there = world.open()
     await world.submit(jobs, "a")
     await world.claim(jobs)
     async with listening(jobs):
         await jobs.waiting(0.0)
-        await there.cancel("a")
+        await (there.delete("a") if is_deleted else there.cancel("a"))
         assert list(await jobs.waiting(WITHIN_S)) == [("a", 1)]
-    assert (await get(jobs, "a")).status is JobStatus.CANCELLED
+    assert is_deleted or (await get(jobs, "a")).status is JobStatus.CANCELLED
     assert not await jobs.append(*jobs.held("a"), Chunk(0, 1, b"x"))
     assert not await jobs.finish(*jobs.held("a"), JobStatus.COMPLETED)
 
 
-@pytest.mark.parametrize("state", ["queued", "in_progress", "completed"])
+@pytest.mark.parametrize("state", ["queued", "in_progress", "resting", "completed"])
 async def test_a_deleted_job_leaves_nothing(world: JobWorld, jobs: Jobs, state: str) -> None:
     await world.submit(jobs, "a", expires_s=100.0)
     if state != "queued":
         await world.claim(jobs)
         await jobs.append(*jobs.held("a"), Chunk(0, 1, b"x"))
+    if state == "resting":
+        await jobs.give_back(*jobs.held("a"), attempts_max=3, after_s=100.0)
     if state == "completed":
         await jobs.finish(*jobs.held("a"), JobStatus.COMPLETED)
     assert await jobs.delete("a")
@@ -606,13 +640,16 @@ async def waits(jobs: Jobs, id: str, chunks: int, status: JobStatus | None = Non
 async def test_whoever_waits_for_a_job_hears_of_every_change(world: JobWorld, jobs: Jobs) -> None:
     there = world.open()
     await world.submit(there, "a")
-    async with listening(jobs):
+    async with listening(jobs), world.redis.pubsub(ignore_subscribe_messages=True) as said:
+        await said.subscribe(world.key("changed", "a"))
+        await said.get_message(timeout=WITHIN_S)
 
         async def changes(status: JobStatus, chunks: int, change: Any) -> None:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(waits, jobs, "a", chunks, status)
                 await is_heard(world, "a")
                 await change
+            assert await said.get_message(timeout=WITHIN_S)  # not only seen by a look before it
 
         await changes(JobStatus.QUEUED, 0, there.claim("w", [LANE], 3))
         await changes(JobStatus.IN_PROGRESS, 0, there.append(*there.held("a"), Chunk(0, 1, b"x")))
@@ -746,11 +783,13 @@ async def test_lanes_say_what_waits_and_how_fast_it_goes(world: JobWorld, jobs: 
     assert light.oldest_s is not None and 60 <= light.oldest_s < 120
     assert (push.queued, push.in_progress) == (1, 0)
 
+    ends = world.key("ends", LANE)
+    await world.redis.hset(ends, "1", 4)  # long ago
     await jobs.finish(*jobs.held("b"), JobStatus.COMPLETED)
     (light,) = [lane for lane in (await jobs.queue()).lanes if lane.name == LANE]
     assert light.in_progress == 0
     assert light.drain_per_s == 1 / 300
-    ends = world.key("ends", LANE)
+    assert await world.redis.pttl(ends) > 0
     (bucket,) = [int(name) for name in await world.redis.hkeys(ends)]
     await world.redis.hset(ends, mapping={str(bucket - 6): 4, str(bucket - 3): 4, str(bucket): 4})
     (light,) = [lane for lane in (await jobs.queue()).lanes if lane.name == LANE]
@@ -911,6 +950,23 @@ async def test_a_stream_that_was_deleted_or_written_to_is_put_right(world: JobWo
     assert await claimed(jobs) == ["a", "c"]
 
 
+async def test_a_job_that_was_deleted_by_hand_holds_nobody_up(world: JobWorld, jobs: Jobs) -> None:
+    await world.submit(jobs, "a", "b")
+    await world.redis.delete(world.key("job", "a"))
+    assert await claimed(jobs) == ["b"]
+    await jobs.finish(*jobs.held("b"), JobStatus.COMPLETED)
+    assert (await jobs.queue()).lanes == ()
+
+
+async def test_a_store_in_constant_use_is_swept_too(world: JobWorld, jobs: Jobs) -> None:
+    await world.submit(jobs, "a")
+    await world.redis.hincrby(world.key("clock"), "swept", -500)
+    first = await world.swept_ms()
+    await world.submit(jobs, "b")
+    second = await world.swept_ms()
+    assert second == first or second - first >= 1000  # the next sweep is due as long after the first
+
+
 async def test_consumers_do_not_pile_up(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "keeps the stream", "a")
     await world.claim(jobs, "first")
@@ -1014,6 +1070,15 @@ async def test_a_claim_whose_reply_was_lost_is_the_next_one_s_answer(stoppable: 
     job = await jobs.claim("w", [LANE], 3)
     assert job is not None and job.id == "b"
     await jobs.aclose()
+
+
+async def test_a_claim_whose_reply_was_lost_is_none_of_a_job_that_was_cancelled(
+    world: JobWorld, jobs: Jobs
+) -> None:
+    await world.submit(jobs, "a")
+    jobs._tokens["w"] = (await world.claim(jobs)).claim
+    await jobs.cancel("a")
+    assert await jobs.claim("w", [LANE], 3) is None
 
 
 async def test_a_claim_may_be_asked_for_again_long_after(world: JobWorld) -> None:

@@ -104,6 +104,10 @@ class JobWorld:
                 back.restore(name, 0, value)
             await back.execute()
 
+    async def swept_ms(self) -> int:
+        """Return when the last sweep was."""
+        return int(await self._of(self.redis.hget(self.key("clock"), "swept")))
+
     async def is_due(self) -> None:
         """Have the next command sweep, as after a second."""
         await self._of(self.redis.hset(self.key("clock"), mapping={"swept": 0, "since": 0}))

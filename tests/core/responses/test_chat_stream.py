@@ -419,6 +419,14 @@ def test_what_makes_no_sense_says_nothing(odd: dict[str, Any]) -> None:
     assert opened().draft.add(odd) == []
 
 
+def test_a_call_keeps_its_first_id_and_other_choices_say_nothing() -> None:
+    later = {"tool_calls": [{"index": 0, "id": "", "function": {"arguments": "{}"}}]}
+    other = chunk({"content": "x"}).replace(b'"index": 0', b'"index": 1')
+    done = run(ROLE, chunk(tool(0, name="f")), chunk(later), other, chunk(finish="tool_calls"), DONE)[-1]
+    (call,) = done["response"]["output"]
+    assert (call["call_id"], call["arguments"]) == ("call-0", "{}")
+
+
 def test_a_call_names_its_namespace() -> None:
     stream = opened()
     function = {"type": "function", "name": "f", "parameters": None}
