@@ -198,11 +198,8 @@ class Worker:
     def _return_unbegun(self) -> None:
         for claim in self._claims.values():
             if not claim.has_begun:
-                self._return(claim)
-
-    def _return(self, claim: _Claim) -> None:
-        claim.is_returned = True
-        claim.scope.cancel()
+                claim.is_returned = True
+                claim.scope.cancel()
 
     # ------------------------------------------------------------ claiming
 
@@ -271,8 +268,6 @@ class Worker:
             former.scope.cancel()  # it was lost, and claimed again before the loss was reported
         claim = self._claims[job.id] = _Claim(job, anyio.current_time(), self._serves().config)
         tasks.start_soon(self._work, claim)
-        if self.is_draining and not self._is_needed():  # it was claimed before the drain began
-            self._return(claim)
 
     # ------------------------------------------------------------ heartbeats
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.core.errors import InvalidRequest
 from gateway.core.values import Endpoint, Turn
-from gateway.downstream import wire
+from gateway.downstream import long_texts, wire
 from gateway.downstream.long_texts import LONG_BYTES, PIECE_BYTES, SLICE_BYTES
 from gateway.downstream.wire import WireRequest, WireRules
 from gateway.ports import Arrival
@@ -192,6 +192,16 @@ def test_calls_are_a_prefix_of_what_follows_them_however_they_are_read() -> None
     assert short[0] == other[0]
     assert short[1] != other[1]
     assert long[1][1] < short[1][1] == 1
+
+
+def test_the_texts_used_last_are_remembered_as_well_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_texts, "WELL_FORMED_MAX", 2)
+    known = long_texts._WellFormed()
+    known.add((1, 1))
+    known.add((2, 2))
+    assert known.holds((1, 1))
+    known.add((3, 3))
+    assert [known.holds((one, one)) for one in (1, 2, 3)] == [True, False, True]
 
 
 def test_a_long_body_travels_on_as_it_was_sent() -> None:

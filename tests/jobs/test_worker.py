@@ -211,7 +211,7 @@ async def test_no_more_is_taken_than_can_be_placed(world: JobWorld) -> None:
 async def test_a_job_that_has_its_slot_makes_room_for_the_next_before_its_first_word(world: JobWorld) -> None:
     """A long prefill does not keep slots free that other jobs could use."""
     store, held = world.open(), Held(0)
-    rules = replace(RULES, running_max=4)
+    rules = replace(RULES, running_max=4, look_s=1000.0)  # nor until it looks again
     await submit(store, *"abcde")
     async with working(store, Backend(held), rules=rules) as worker:
         with anyio.fail_after(WITHIN_S):
@@ -306,6 +306,22 @@ async def test_a_worker_that_is_stopped_gives_its_job_back_and_another_goes_on(w
     assert [asked.so_far for asked in second.asked] == ["".join(WORDS[:3])]
     assert first.said + second.said == {f"a {number}": 1 for number in range(len(WORDS))}
     assert await content(there, "a") == ANSWER
+
+
+async def test_the_loss_of_an_earlier_attempt_does_not_end_this_one(world: JobWorld) -> None:
+    store, held = world.open(), Held(1)
+    await submit(store, "a")
+    await world.claim(store, "gone")
+    await world.lose_worker_of("a")
+    async with working(store, Backend(held)) as worker:
+        with anyio.fail_after(WITHIN_S):
+            while worker.running < 1:
+                await anyio.lowlevel.checkpoint()
+        await world.redis.publish(world.key("work"), "1 a")
+        await submit(store, "b")
+        await claimed_all(store)
+        held.go()
+        assert (await ended(store, "a")).attempt == 2
 
 
 async def test_a_worker_that_is_killed_loses_its_job_and_another_goes_on(world: JobWorld) -> None:

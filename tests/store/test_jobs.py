@@ -511,6 +511,7 @@ async def test_a_job_that_was_given_up_can_be_tried_again(world: JobWorld, jobs:
     await jobs.append(*jobs.held("a"), Chunk(0, 1, b"half"))
     await jobs.finish(*jobs.held("a"), JobStatus.FAILED, JobError("x", "y"))
     await world.redis.hincrby(world.key("job", "a"), "created", -600_000)  # ten minutes ago
+    await world.redis.hset(world.key("job", "a"), "failures", 3)
     before = await get(jobs, "a")
 
     again = await jobs.retry("a")
@@ -528,6 +529,7 @@ async def test_a_job_that_was_given_up_can_be_tried_again(world: JobWorld, jobs:
     assert await jobs.chunks("a") == []
     assert await world.quota() == (2, 2 * SIZE)
     assert await world.redis.ttl(world.key("job", "a")) == -1
+    assert await world.redis.zcard(world.key("ended")) == 0  # the sweep would delete it
     assert await jobs.retry("a") == again
     assert await claimed(jobs) == ["b", "a"]
     assert not await jobs.append(*jobs.held("a"), Chunk(0, 1, b"of the first attempt"))
@@ -536,6 +538,8 @@ async def test_a_job_that_was_given_up_can_be_tried_again(world: JobWorld, jobs:
     completed = await jobs.retry("a")
     assert completed is not None and completed.status is JobStatus.COMPLETED
     assert await jobs.retry("nothing") is None
+    assert await jobs.delete("a")
+    assert await world.quota() == (1, SIZE)
 
 
 # ------------------------------------------------------------------ answers

@@ -207,6 +207,23 @@ def test_a_start_command_that_changes_is_warned_of(tmp_path: Path, caplog: pytes
     assert json.loads(record.read_text()) == {"qwen": other.launch_hash}
 
 
+async def test_a_start_is_noted_beside_those_of_the_others(tmp_path: Path) -> None:
+    record = tmp_path / "launches.json"
+    record.write_text('{"gemma": "as before"}')
+    one = replace(member(ByCommand(Command(["true"]), Command(["true"]))), launch_record=record)
+    assert await switch(one).start("qwen", 1) == ""
+    assert json.loads(record.read_text()) == {"gemma": "as before", "qwen": one.launch_hash}
+
+
+async def test_a_server_is_asked_with_its_new_key() -> None:
+    async with answering(answer("200 OK")) as server:
+        box = switch(member(by_request(NOWHERE), server.url))
+        box.update(secrets={"qwen": "another"}, tls={"qwen": True})
+        assert await box.is_resident("qwen")
+        ((head, _),) = server.requests
+    assert b"authorization: Bearer another" in head
+
+
 def test_a_record_that_cannot_be_kept_keeps_nobody_from_starting(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
