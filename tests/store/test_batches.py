@@ -263,6 +263,14 @@ async def test_a_batch_that_was_deleted_by_hand_holds_nobody_up(world: BatchWorl
     assert await world.redis.zrange(world.key("batches_open"), 0, -1) == ["batch_2"]
 
 
+async def test_an_input_file_that_was_deleted_by_hand_leaves_nothing(world: BatchWorld) -> None:
+    batches = world.open()
+    await world.batch(batches)
+    await world.redis.delete(world.key("file", "file-1"))
+    await batches.move(await world.take(batches), S.VALIDATING, S.FAILED)
+    assert not await world.redis.exists(world.key("file", "file-1"))
+
+
 async def test_a_lease_is_no_longer_than_a_lease_though_the_servers_clock_went_back(
     world: BatchWorld,
 ) -> None:

@@ -119,7 +119,8 @@ async def test_who_leaves_makes_room_at_once(boards: Boards) -> None:
     old = await boards.one.sync("spark", fence=0, state="", note="gone")
     assert old is not None
     await boards.two.leave("spark")  # it is not the owner: nothing changes
-    assert (await boards.one.sync("spark", fence=old.fence, state="", note="gone")) is not None
+    again = await boards.one.sync("spark", fence=old.fence, state="", note="gone")
+    assert again is not None and again.fence == old.fence
     await boards.one.leave("spark")
     new = await boards.two.sync("spark", fence=0, state="", note="")
     assert new is not None
