@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import anyio
@@ -259,6 +259,42 @@ async def test_what_has_expired_leaves_no_place_behind(store: Store, open_: Open
     await one.redis.zadd(one.due("ops"), {delivery.id: await one.now_ms() - 8 * 86_400_000})
     await one.handed_on("resp_2")
     assert [json.loads(delivery.body)["data"]["id"] for delivery in await one.claimed()] == ["resp_2"]
+
+
+async def test_one_that_was_lost_holds_no_other_up(store: Store, open_: Open) -> None:
+    one = open_(store)
+    await one.handed_on("resp_1")
+    (lost,) = await one.times("ops")
+    await one.redis.delete(f"{one.tag}:webhooks:delivery:ops:{lost}")
+    await one.redis.zadd(one.due("ops"), {lost: await one.now_ms() - 1000})
+    await one.handed_on("resp_2")
+    assert await one.claimed(most=1) == []
+    assert len(await one.claimed(most=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("said_ago_s", "is_known"),
+    [
+        pytest.param(3500, True, id="lately"),
+        pytest.param(3700, False, id="long-ago"),
+        pytest.param(-7200, True, id="clock-went-back"),
+    ],
+)
+async def test_an_endpoint_that_no_process_has_is_known_for_an_hour(
+    store: Store, open_: Open, said_ago_s: int, is_known: bool
+) -> None:
+    one, gone = open_(store), replace(OPS, name="gone")
+    await one.webhooks.announce_endpoints([OPS, gone])
+    key = f"{one.tag}:webhooks:endpoints"
+    hears = str(await cast("Awaitable[Any]", one.redis.hget(key, "gone"))).partition(" ")[2]
+    said = await one.now_ms() - 1000 * said_ago_s
+    await cast("Awaitable[Any]", one.redis.hset(key, "gone", f"{said} {hears}"))
+
+    known = await one.webhooks.announce_endpoints([OPS])
+
+    assert [endpoint.name for endpoint in known if endpoint.name == "gone"] == ["gone"] * is_known
+    after = await cast("Awaitable[Any]", one.redis.hget(key, "gone"))
+    assert after is None or int(after.split(" ")[0]) <= await one.now_ms()
 
 
 async def test_what_a_server_tells_of_that_is_full_is_delivered(stoppable: RedisServer) -> None:
