@@ -171,6 +171,14 @@ async def test_every_line_gets_its_own_answer_and_few_are_jobs_at_once(world: Ba
     assert await world.jobs.find() == []
 
 
+async def test_a_runner_that_is_full_takes_the_next_batch_when_one_is_over(world: BatchWorld) -> None:
+    for id in ("batch_1", "batch_2"):
+        await make(world, jsonl(1), id)
+    async with working(world), running(world, rules=replace(RULES, taken_max=1)):
+        for id in ("batch_1", "batch_2"):
+            assert (await ended(world, id)).status is BatchStatus.COMPLETED
+
+
 async def test_what_a_job_has_become_decides_where_its_line_stands(world: BatchWorld) -> None:
     await make(world, jsonl(5) + jsonl(6, model="other").splitlines(keepends=True)[5])
     async with working(world) as workers, running(world):

@@ -228,6 +228,7 @@ async def test_what_a_gateway_still_holds_when_it_ends_is_given_back(store: Stor
 async def test_repeating_a_command_changes_nothing(store: Store, leases: Leases) -> None:
     order = ordered(1, claims=[(CLAIM, replace(FREE, seqs=1))])
     assert (await leases.settle("b", order)).outcomes == [0]
+    assert await store.redis.pttl(store.key("b", "accounts")) > 30_000  # outlives what is in it
 
     for _ in range(2):
         with pytest.raises(StoreAway, match="a later command"):
