@@ -368,7 +368,8 @@ def _usable(settings: Settings, environ: Mapping[str, str], source: bytes) -> Se
 
 async def _tell(process: Process, words: bytes) -> None:
     assert process.stdin is not None
-    with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # its exit is handled elsewhere
+    gone = (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError)
+    with suppress(*gone):  # its exit is handled elsewhere
         await process.stdin.send(words)
 
 
