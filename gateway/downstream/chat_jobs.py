@@ -28,7 +28,7 @@ from gateway.downstream.reading import Received, Work
 from gateway.downstream.relay import HttpDownstream, send_body, send_json
 from gateway.downstream.responses import PATH as RESPONSES
 from gateway.downstream.responses import check_depth
-from gateway.downstream.waiting_caller import Waiter, WaitingCaller
+from gateway.downstream.waiting_caller import Waiter, WaitingCaller, for_submitter
 from gateway.downstream.wire import WireRequest
 from gateway.events import about
 from gateway.pipeline import CallerStalled, Pipeline, patience_s
@@ -214,9 +214,10 @@ class ChatJobs:
                 await send_body(await self._background.answer(job), downstream, headers=headers)
                 return
             response = await self._background.response(job, facts)
-        except GatewayError as error:
+        except GatewayError as reason:
+            error = for_submitter(reason)
             error.headers = (*headers, *error.headers)
-            raise
+            raise error from None
         retry_after_s = str(self._background.retry_after_s(response)).encode()
         where = ((b"location", f"{RESPONSES}/{job.id}".encode()), (b"retry-after", retry_after_s))
         await send_json(response, downstream, 202, (*headers, *where))

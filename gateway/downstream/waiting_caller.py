@@ -14,7 +14,14 @@ import anyio
 import msgspec
 
 from gateway.core.chat_jobs import ChatReplay, chat_id, failure
-from gateway.core.errors import AtCapacity, Draining, GatewayError, StoreUnavailable, StreamBroken
+from gateway.core.errors import (
+    AtCapacity,
+    Draining,
+    GatewayError,
+    ResponseNotFound,
+    StoreUnavailable,
+    StreamBroken,
+)
 from gateway.core.jobs import Job, JobStatus, size_of
 from gateway.core.sse import DONE
 from gateway.core.values import OnDisconnect
@@ -35,6 +42,14 @@ LEAVE_S = 5.0
 
 _LOOK_S = 60.0
 """Maximum polling interval if nothing else is due."""
+
+
+def for_submitter(error: GatewayError) -> GatewayError:
+    """Return the error for the caller who submitted a job: it never saw the id that is not found any more."""
+    if not isinstance(error, ResponseNotFound):
+        return error
+    message = "The request is no longer in the store: it was deleted, or the store has lost it. Please retry."
+    return StoreUnavailable(message, retry_after_s=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +105,7 @@ class WaitingCaller:
             else:
                 await self._whole(job)
         except GatewayError as error:
-            await self._fail(error)
+            await self._fail(for_submitter(error))
 
     async def cut(self, job: Job) -> None:
         """Answer that this process is shutting down, after `serve` was cancelled.

@@ -684,6 +684,32 @@ async def test_who_has_no_patience_is_told_so_and_the_job_ends(
     assert job.status is JobStatus.CANCELLED
 
 
+@pytest.mark.parametrize("how", ["a stream", "in place", "respond-async"])
+async def test_whose_job_is_lost_is_told_to_retry_and_not_that_an_id_is_unknown(
+    tmp_path: Path, store: RedisServer, how: str
+) -> None:
+    asked = {"extra_headers": {"Prefer": "respond-async, wait=60"}} if how == "respond-async" else THINKING
+    async with chat_site(tmp_path, store, jobs={"running_max": 1}) as running:
+        async with occupied(running) as other, anyio.create_task_group() as tasks:
+
+            async def lose() -> None:
+                lost: list[Job] = []
+                while not lost:
+                    lost = [job for job in await jobs_of(running) if job.id != other]
+                assert running.gateway.jobs is not None
+                await running.gateway.jobs.delete(lost[0].id)
+
+            tasks.start_soon(lose)
+            with pytest.raises(openai.InternalServerError) as caught:
+                await running.openai(api_key="a").chat.completions.create(
+                    **ASK, **asked, stream=how == "a stream"
+                )
+        await running.eventually(running.idle)
+
+    assert (caught.value.status_code, caught.value.code) == (503, "store_unavailable")
+    assert caught.value.response.headers["retry-after"] == "1"
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_what_a_backend_refuses_is_the_callers_error(gateway: Site, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
@@ -966,7 +992,7 @@ async def test_the_answer_outlives_the_gateway_that_was_killed(tmp_path: Path, s
             stream = await client.chat.completions.create(**LONG, **THINKING, extra_body=FOREVER, stream=True)
             first = await anext(stream)
             gateway.process.kill()
-            with pytest.raises(openai.APIConnectionError):
+            with pytest.raises((openai.APIConnectionError, httpx.RemoteProtocolError)):  # openai 2
                 _ = [chunk async for chunk in stream]
         async with openai.AsyncOpenAI(base_url=f"{other}/v1", api_key="x", max_retries=0) as client:
             with anyio.fail_after(60):
