@@ -6,7 +6,6 @@ Nothing else constructs an adapter, and nothing here makes decisions.
 import asyncio
 import logging
 import os
-import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -14,7 +13,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from pathlib import Path
 from typing import Protocol
 
 import anyio
@@ -41,12 +39,13 @@ from gateway.downstream.direct_call import Chats
 from gateway.downstream.explain_routes import explain_handlers
 from gateway.downstream.job_admin import job_handlers
 from gateway.downstream.keys import KeyRing
-from gateway.downstream.listener import Listener, bind, url_of
+from gateway.downstream.listener import Listener
 from gateway.downstream.origins import Origins
 from gateway.downstream.relay import BodyLimits
 from gateway.downstream.responses import ResponseRetention
 from gateway.downstream.routes import Applications, Operators
 from gateway.events import about
+from gateway.exiting import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, TOLD_S
 from gateway.jobs import QueueWatch, Revocations
 from gateway.live import Live
 from gateway.open_files import OpenFiles
@@ -55,8 +54,9 @@ from gateway.pipeline.box_controller import BoxController
 from gateway.ports import Recorder
 from gateway.reload import Reload, Reloader
 from gateway.settings import Settings
+from gateway.sockets import bind, url_of
 from gateway.store.embedded import embedded_url
-from gateway.store.keeper import keep_store
+from gateway.store.keeper import start_store
 from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
 from gateway.store.process_name import process_name
@@ -75,18 +75,10 @@ from gateway.what_if import WhatIf
 
 log = logging.getLogger("gateway.process")
 
-TOLD_S = 1.0
-"""How long callers that are cut off have to read that they are."""
-
-STOP_S = 5.0
-"""How long connections may take to close after their requests have ended or were cut off."""
-
 CLOSE_S = 30.0
 """How long telemetry may take to send what is left. Its thread may have died for lack of memory, and then
 never responds."""
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-RELOAD_SIGNAL = signal.SIGHUP
 _LOST = frozenset({State.HUNG, State.DOWN})
 
 
@@ -591,34 +583,6 @@ async def serve(
             tasks.cancel_scope.cancel()
     if failure is not None:
         raise failure
-
-
-async def start_store(tasks: TaskGroup, folder: Path | None, stops: AsyncIterator[object]) -> str | None:
-    """Run a store in `tasks`, and return its URL once it responds: up to two minutes later, if it has to load
-    a lot from `folder`. Return None if one of `stops` comes first: then there is no store, or it is about to
-    be cancelled.
-
-    Raises:
-        ConfigError: it cannot be started.
-    """
-    url, is_told, failure = None, False, None
-
-    async def wait_told() -> None:
-        nonlocal is_told
-        await anext(stops)
-        is_told = True
-        race.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as race:
-        race.start_soon(wait_told)
-        try:
-            url = await tasks.start(keep_store, folder)
-        except ConfigError as error:  # returned by value, because the task group would wrap it
-            failure = error
-        race.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
-    return None if is_told else url
 
 
 async def serve_until(

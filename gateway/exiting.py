@@ -1,9 +1,18 @@
-"""The end of a process."""
+"""Signals to a process, and its end."""
 
 import faulthandler
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+RELOAD_SIGNAL = signal.SIGHUP
+
+TOLD_S = 1.0
+"""How long callers that are cut off have to read that they are."""
+
+STOP_S = 5.0
+"""How long connections may take to close after their requests have ended or were cut off."""
 
 EXIT_S = 10.0
 """How long the interpreter may take to exit once nothing is left to do."""
@@ -22,7 +31,7 @@ def bounded_exit() -> Iterator[None]:
     try:
         yield
     finally:
-        for late in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for late in (*STOP_SIGNALS, RELOAD_SIGNAL):
             signal.signal(late, signal.SIG_IGN)
         try:
             faulthandler.dump_traceback_later(EXIT_S, exit=True)

@@ -4,13 +4,17 @@ import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
-from gateway import __version__, app, memory, names, open_files, settings, supervisor
+from gateway import __version__, memory, names, open_files, settings, supervisor
 from gateway.core.errors import ConfigError, StartupBlocked
+from gateway.settings import Settings
 from gateway.telemetry import logs
+
+if TYPE_CHECKING:
+    from gateway.app import Running
 
 T = TypeVar("T")
 USAGE = 2
@@ -30,7 +34,7 @@ def serve(config: Path, log_level: str = "info", workers: int = 1) -> int:
             return anyio.run(
                 partial(supervisor.serve, loaded, os.environ, workers, log_level, ready=_announce_workers)
             )
-        run(app.serve, loaded, os.environ, ready=_announce)
+        _serve_alone(loaded)
     except ConfigError as error:
         for line in str(error).splitlines():
             logs.say(f"error: {line}")
@@ -48,7 +52,7 @@ def work(config: Path, log_level: str = "info", admin: str | None = None) -> int
         loaded = settings.load(config).for_job_worker(admin)
         for warning in loaded.warnings:
             logs.say(f"warning: {warning}")
-        run(app.serve, loaded, os.environ, ready=_announce)
+        _serve_alone(loaded)
     except ConfigError as error:
         for line in str(error).splitlines():
             logs.say(f"error: {line}")
@@ -73,7 +77,13 @@ def run(function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
     return anyio.run(partial(function, *args, **kwargs), backend_options=options)
 
 
-def _announce(running: app.Running) -> None:
+def _serve_alone(loaded: Settings) -> None:
+    from gateway import app  # 25 MB, which a process that only supervises others does without
+
+    run(app.serve, loaded, os.environ, ready=_announce)
+
+
+def _announce(running: "Running") -> None:
     does = f"serves {running.url}/v1" if running.url else "runs jobs"
     logs.say(f"gemma-gateway {__version__} {does}")
     if running.admin_url:

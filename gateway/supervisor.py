@@ -23,13 +23,13 @@ import anyio
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from gateway.app import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, TOLD_S, start_store
 from gateway.core.errors import ConfigError, StartupBlocked
-from gateway.downstream.listener import bind, url_of
 from gateway.events import about
+from gateway.exiting import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, TOLD_S
 from gateway.reload import LOOK_S, read
 from gateway.settings import Settings, beside, load
-from gateway.store.keeper import next_pause_s
+from gateway.sockets import bind, url_of
+from gateway.store.keeper import next_pause_s, start_store
 
 log = logging.getLogger("gateway.supervisor")
 

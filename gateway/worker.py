@@ -18,7 +18,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from gateway import app, process, settings
 from gateway.core.errors import ConfigError
-from gateway.exiting import bounded_exit
+from gateway.exiting import RELOAD_SIGNAL, STOP_SIGNALS, bounded_exit
 from gateway.settings import Settings
 from gateway.supervisor import REREAD, STOP, Order, Report
 from gateway.telemetry import logs
@@ -28,7 +28,7 @@ STDIN, STDOUT, STDERR = 0, 1, 2
 
 def main() -> int:
     """Serve as ordered on standard input. Return the exit status."""
-    for number in (*app.STOP_SIGNALS, app.RELOAD_SIGNAL):
+    for number in (*STOP_SIGNALS, RELOAD_SIGNAL):
         signal.signal(number, signal.SIG_IGN)  # the parent handles them for all workers
     reports = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)  # anything else that is printed must not be taken for the report

@@ -122,6 +122,12 @@ def test_importing_opens_no_socket_and_loads_nothing_that_only_some_need(module:
     assert unwanted.isdisjoint(seen["loaded"])
 
 
+def test_a_process_that_supervises_others_loads_no_gateway() -> None:
+    command = [sys.executable, "-c", IMPORTING.format(module="gateway.process")]
+    seen = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert {"gateway.app", "litestar", "tiktoken", "httpx"}.isdisjoint(seen["loaded"])
+
+
 def test_what_a_test_starts_keeps_what_it_compiles(pytestconfig: pytest.Config) -> None:
     if not hasattr(pytestconfig, "cache"):
         pytest.skip("there is no place for it")

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from gateway import settings
-from gateway.downstream.listener import bind
+from gateway.sockets import bind
 from gateway.store.keeper import GOOD_SPELL_S, PAUSE_MAX_S, PAUSE_S, next_pause_s
 from gateway.supervisor import Order, WorkerGroup
 

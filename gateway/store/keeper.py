@@ -1,11 +1,12 @@
 """Supervises an embedded Valkey server: restarts it when it exits, always at the same address."""
 
 import logging
+from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from pathlib import Path
 
 import anyio
-from anyio.abc import TaskStatus
+from anyio.abc import TaskGroup, TaskStatus
 
 from gateway.core.errors import ConfigError, StartupBlocked
 from gateway.events import about
@@ -60,3 +61,31 @@ async def keep_store(folder: Path | None, *, task_status: TaskStatus[str]) -> No
                 extra=about("embedded_store_ended", reason=reason, again_s=pause_s),
             )
             await anyio.sleep(pause_s)
+
+
+async def start_store(tasks: TaskGroup, folder: Path | None, stops: AsyncIterator[object]) -> str | None:
+    """Run a store in `tasks`, and return its URL once it responds: up to two minutes later, if it has to load
+    a lot from `folder`. Return None if one of `stops` comes first: then there is no store, or it is about to
+    be cancelled.
+
+    Raises:
+        ConfigError: it cannot be started.
+    """
+    url, is_told, failure = None, False, None
+
+    async def wait_told() -> None:
+        nonlocal is_told
+        await anext(stops)
+        is_told = True
+        race.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as race:
+        race.start_soon(wait_told)
+        try:
+            url = await tasks.start(keep_store, folder)
+        except ConfigError as error:  # returned by value, because the task group would wrap it
+            failure = error
+        race.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return None if is_told else url

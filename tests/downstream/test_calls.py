@@ -29,11 +29,12 @@ from gateway.core.usage import Ending
 from gateway.core.values import Waiting
 from gateway.downstream import guard
 from gateway.downstream.guard import GuardedProtocol
-from gateway.downstream.listener import Listener, bind
+from gateway.downstream.listener import Listener
 from gateway.downstream.origins import Origins
 from gateway.downstream.relay import AsgiCall, BodyLimits, Call, Head, HttpDownstream, Uploads
 from gateway.pipeline import LEFT_STATUS, CallerStalled
 from gateway.ports import Headers
+from gateway.sockets import bind
 from gateway.tcp import SILENT_S
 
 anyio_backend = on_both_loops

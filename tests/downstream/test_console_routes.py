@@ -11,8 +11,9 @@ import pytest
 from litestar import Litestar
 
 from gateway.downstream.console_routes import READERS_MAX, Console
-from gateway.downstream.listener import Listener, bind
+from gateway.downstream.listener import Listener
 from gateway.downstream.routes import EXCEPTION_HANDLERS
+from gateway.sockets import bind
 
 WITHIN_S = 20.0
 

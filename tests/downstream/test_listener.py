@@ -15,7 +15,8 @@ from litestar import Litestar, get
 
 from gateway.core.errors import StartupBlocked
 from gateway.downstream import guard, listener
-from gateway.downstream.listener import Listener, bind, url_of
+from gateway.downstream.listener import Listener
+from gateway.sockets import bind, url_of
 
 
 @get("/", sync_to_thread=False)
@@ -210,7 +211,7 @@ UNPRIVILEGED = """
 import encodings.idna  # which is needed below, and may be where only root may look
 import os
 from gateway.core.errors import ConfigError
-from gateway.downstream.listener import bind
+from gateway.sockets import bind
 
 if os.geteuid() == 0:
     os.setuid(65534)

@@ -6,8 +6,9 @@ import anyio
 import pytest
 from litestar import Litestar, get, post
 
-from gateway.downstream.listener import Listener, bind
+from gateway.downstream.listener import Listener
 from gateway.downstream.operator_guard import OperatorGuard
+from gateway.sockets import bind
 
 
 @get("/admin/thing")

@@ -22,7 +22,7 @@ from gateway.core.values import Backend, ModelPolicy, Policy, Pool, Timeouts, Tr
 from gateway.core.waiting import WaitingLine
 from gateway.downstream.idempotency import IdempotencyRules
 from gateway.downstream.keys import KeyRing
-from gateway.downstream.listener import Listener, bind
+from gateway.downstream.listener import Listener
 from gateway.downstream.origins import Origins
 from gateway.downstream.relay import BodyLimits, Call, Head, Uploads
 from gateway.downstream.responses import ResponseRetention
@@ -30,6 +30,7 @@ from gateway.downstream.routes import Applications
 from gateway.downstream.wire import WireRules
 from gateway.pipeline import BackendWatch, Pipeline
 from gateway.ports import Headers
+from gateway.sockets import bind
 from gateway.store.memory import MemoryIdempotency, MemoryLedger, MemoryResponseStore
 from gateway.store.prefixes import MemoryPrefixIndex
 from gateway.upstream.direct import DirectUpstream

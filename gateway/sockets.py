@@ -1,0 +1,41 @@
+"""The sockets on which a process listens."""
+
+import contextlib
+import socket
+
+from gateway import tcp
+from gateway.core.errors import ConfigError, StartupBlocked
+
+BACKLOG = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on that address. Connections wait. Port 0 picks a free one.
+
+    With SO_REUSEADDR, Linux lets two sockets that overlap be bound, and refuses the second one to listen.
+
+    Raises:
+        StartupBlocked: the address is in use, or does not belong to this machine.
+        ConfigError: this user may not bind to it.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with contextlib.ExitStack() as undo:
+            bound = undo.enter_context(socket.socket(family, kind, proto))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            for option in tcp.KEEPALIVE:
+                bound.setsockopt(*option)
+            bound.bind(address)
+            bound.listen(BACKLOG)
+            undo.pop_all()
+    except PermissionError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    except OSError as error:
+        raise StartupBlocked(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """Return the base URL of a bound socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
