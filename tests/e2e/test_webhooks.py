@@ -279,9 +279,9 @@ async def test_a_store_that_comes_back_is_used_again(world: World, caplog: pytes
     async with receiver() as ops:
         async with world.process(endpoint("ops", ops.url)) as process:
             world.server.kill()
-            await world.until(lambda: "the store is unavailable" in caplog.text)
+            await world.until(lambda: "the webhook store is unavailable" in caplog.text)
             world.server.start()
-            await world.until(lambda: "the store is available" in caplog.text)
+            await world.until(lambda: "the webhook store is available again" in caplog.text)
             await process.store.announce("response.completed", "resp_1", None)
             await world.until(lambda: process.outcomes() == [WebhookOutcome.DELIVERED])
     assert len([record for record in caplog.records if "unavailable" in record.message]) == 1
