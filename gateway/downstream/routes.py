@@ -191,7 +191,8 @@ class Applications:
                 raise ModelNotFound(f"The model `{wanted}` does not exist.", param="model")
             return card
 
-        @get("/readyz", sync_to_thread=False)
+        # /health for what expects vLLM here: benchmarks, and another gateway whose backend this one is.
+        @get(["/readyz", "/health"], sync_to_thread=False)
         def readyz() -> Response[dict[str, Any]]:
             return _readiness({**self._readiness(), "not_draining": not self.serving.is_leaving})
 

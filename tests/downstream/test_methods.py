@@ -41,7 +41,9 @@ async def test_who_is_refused_for_the_method_is_told_which_there_are(
         assert got.header("x-request-id")
 
 
-@pytest.mark.parametrize("path", ["/livez", "/healthz", "/readyz", "/v1/models", "/v1/models/gemma-4", "/no"])
+@pytest.mark.parametrize(
+    "path", ["/livez", "/healthz", "/readyz", "/health", "/v1/models", "/v1/models/gemma-4", "/no"]
+)
 async def test_head_is_get_without_the_body(path: str) -> None:
     async with front("direct") as site, site.caller() as caller:
         got = await caller.ask(asking("GET", path))

@@ -533,10 +533,11 @@ async def test_what_somebody_else_runs_on_a_backend_is_seen(
 async def test_liveness_and_readiness(fleet: Site) -> None:
     async with fleet.http() as client:
         assert (await client.get("/livez")).text == "ok"
-        ready = await client.get("/readyz")
+        ready = [await client.get(path) for path in ("/readyz", "/health")]
 
-    assert ready.status_code == 200
-    assert ready.json() == {"ready": True, "checks": {"a_backend_is_up": True, "not_draining": True}}
+    assert [one.status_code for one in ready] == [200, 200]
+    checks = {"a_backend_is_up": True, "not_draining": True}
+    assert [one.json() for one in ready] == [{"ready": True, "checks": checks}] * 2
 
 
 async def test_a_backend_that_serves_another_model_is_said_and_makes_nothing_ready(
