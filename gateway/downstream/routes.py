@@ -232,7 +232,7 @@ class Applications:
         return await self._idempotency.read(received, read)
 
     def _cards(self) -> Mapping[str, dict[str, Any]]:
-        """Return the model objects by name and alias; `max_model_len` as in vLLM."""
+        """Return the model objects by name and alias; `max_model_len` and `root` as in vLLM."""
         policy = self._policy()
         return {
             name: {
@@ -240,6 +240,7 @@ class Applications:
                 "object": "model",
                 "created": self._started_at,
                 "owned_by": "gemma-gateway",
+                "root": model.id,
                 "max_model_len": policy.context_tokens(name, self._window_of),
             }
             for model in policy.models

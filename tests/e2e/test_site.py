@@ -169,7 +169,7 @@ async def test_a_server_that_reports_a_shorter_window_is_taken_at_its_word(tmp_p
         await running.eventually(lambda: fleet.statuses()["light-0"].context_tokens is not None)
         (model,) = (await running.openai().models.list()).data
 
-        assert model.model_extra == {"max_model_len": 32_768}
+        assert model.model_extra == {"max_model_len": 32_768, "root": "gemma-4"}
 
 
 async def test_models_are_listed(fleet: Site) -> None:
@@ -177,7 +177,8 @@ async def test_models_are_listed(fleet: Site) -> None:
 
     listed = {model.id: model.model_extra async for model in client.models.list()}
 
-    assert listed == {name: {"max_model_len": 262_144} for name in ("gemma-4", "google/gemma-4-31B-it")}
+    card = {"max_model_len": 262_144, "root": "gemma-4"}
+    assert listed == dict.fromkeys(("gemma-4", "google/gemma-4-31B-it"), card)
     assert (await client.models.retrieve("google/gemma-4-31B-it")).id == "google/gemma-4-31B-it"
 
 
