@@ -17,6 +17,7 @@ Path = tuple[str | int, ...]
 _VALUES_MAX = 50_000  # a guess far above any real file; limits exponential expansion of anchors
 _DEPTH_MAX = 40  # stops an anchor that contains itself
 _MERGE = "tag:yaml.org,2002:merge"
+_OCTAL = re.compile(r"(?P<sign>[-+]?)0[0_]*(?P<digits>[1-7][0-7_]*)")
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<default>:-[^}]*)?\}|\$\{")
 
 
@@ -81,6 +82,9 @@ def parse(text: str, environ: Mapping[str, str]) -> Tree:
             tree.data = _Builder(loader, tree, environ).build(node, ())
     except yaml.MarkedYAMLError as error:
         tree.problems.append((_mark(error.problem_mark), _what(error)))
+    except yaml.reader.ReaderError as error:
+        said = f"this is not YAML that can be used: the character U+{error.character:04X} is not allowed"
+        tree.problems.append((_mark_at(text, error.position), said))
     except (yaml.YAMLError, _TooMuch, RecursionError, ValueError, OverflowError) as error:
         # The last two are raised by Python itself, for an escape of a character that does not exist.
         said = " ".join(str(error).split())  # some messages have several lines
@@ -178,6 +182,10 @@ class _Builder:
 
     def _scalar(self, node: yaml.Node) -> Any:
         value = self._constructed(node)
+        if type(value) is int and (octal := _OCTAL.fullmatch(node.value)):
+            plain = octal["sign"] + octal["digits"]
+            message = f"YAML takes {node.value} for octal, which is {value}; write {plain} if that is meant"
+            self._tree.problems.append((_mark(node.start_mark), message))
         if isinstance(value, str) and "${" in value:
             value = _VARIABLE.sub(lambda match: self._variable(match, _mark(node.start_mark)), value)
         if isinstance(value, str):
@@ -232,6 +240,12 @@ class _Builder:
 
 def _mark(mark: yaml.Mark | None) -> Mark:
     return Mark(1, 1) if mark is None else Mark(mark.line + 1, mark.column + 1)
+
+
+def _mark_at(text: str, index: int) -> Mark:
+    """Return the position of the character at `index`."""
+    before = text[:index]
+    return Mark(before.count("\n") + 1, index - (before.rfind("\n") + 1) + 1)
 
 
 def _what(error: yaml.MarkedYAMLError) -> str:
