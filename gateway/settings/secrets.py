@@ -19,7 +19,7 @@ class SecretRef:
     file: Path | None = None
 
     def read(self, environ: Mapping[str, str]) -> str:
-        """Return the secret, without a trailing line break.
+        """Return the secret, without a trailing line break, or the byte order mark that some editors write.
 
         Raises:
             SecretMissing: the variable or file does not exist, is empty, or is not text.
@@ -32,7 +32,7 @@ class SecretRef:
                 raise SecretMissing(f"environment variable {self.env} is not text")
             return secret
         try:
-            secret = (self.file or Path()).read_text(encoding="utf-8").strip()
+            secret = (self.file or Path()).read_text(encoding="utf-8-sig").strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not text"
             raise SecretMissing(f"{self.file} cannot be read: {reason}") from error

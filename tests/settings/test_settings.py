@@ -393,15 +393,23 @@ def test_routing(loaded: Load, plain: str) -> None:
         pytest.param("", {}, None, id="none"),
         pytest.param(", api_key_env: B_KEY", {"B_KEY": "s3cret\n"}, "s3cret", id="variable"),
         pytest.param(", api_key_file: b.key", {}, "from-file", id="file-beside-the-configuration"),
+        pytest.param(", api_key_file: notepad.key", {}, "from-file", id="file-with-a-byte-order-mark"),
     ],
 )
 def test_a_backends_key(
     loaded: Load, tmp_path: Path, named: str, environ: Mapping[str, str], key: str | None
 ) -> None:
     (tmp_path / "b.key").write_text("from-file\n")
+    (tmp_path / "notepad.key").write_bytes(b"\xef\xbb\xbffrom-file\r\n")
     settings = loaded(one(f"profile: spark-fp8{named}"))
     assert settings.backend_key("b", environ) == key
     assert settings.unmet(environ) == ()
+
+
+def test_a_file_with_two_keys_is_no_callers_key(checked: Check, tmp_path: Path) -> None:
+    (tmp_path / "two.key").write_text("sk-one\nsk-two\n")
+    (warning,) = checked(one("profile: spark-fp8") + "keys: {a: {file: two.key}}\n").warnings
+    assert warning.message == "it has a character that no header can carry"
 
 
 @pytest.mark.parametrize(
