@@ -113,7 +113,8 @@ def _read(
     except OSError as error:
         return None, (Problem(name, 0, 0, f"cannot be read: {error.strerror}"),)
     except UnicodeDecodeError as error:
-        return None, (Problem(name, 0, 0, f"is not UTF-8 text (byte {error.start})"),)
+        line = 1 + error.object.count(b"\n", 0, error.start)
+        return None, (Problem(name, 0, 0, f"is not UTF-8 text (byte {error.start}, in line {line})"),)
     tree = parse(text, environ)
     problems = [Problem(name, mark.line, mark.column, message) for mark, message in tree.problems]
     if problems and tree.data is None:

@@ -31,7 +31,7 @@ from gateway.core.values import (
     Timeouts,
     When,
 )
-from gateway.settings import Address, CheckReport, Settings, load
+from gateway.settings import Address, CheckReport, Settings, check, load
 
 Load = Callable[..., Settings]
 Check = Callable[..., CheckReport]
@@ -404,6 +404,14 @@ def test_a_backends_key(
     settings = loaded(one(f"profile: spark-fp8{named}"))
     assert settings.backend_key("b", environ) == key
     assert settings.unmet(environ) == ()
+
+
+def test_a_file_in_another_encoding_is_refused_with_the_line_where_it_shows(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.yaml"
+    path.write_bytes(one("profile: spark-fp8").encode() + "# Spark fürs Büro\n".encode("latin-1"))
+    (problem,) = check(path).problems
+    assert "is not UTF-8 text" in problem.message
+    assert "in line 6)" in problem.message
 
 
 def test_a_file_with_two_keys_is_no_callers_key(checked: Check, tmp_path: Path) -> None:
