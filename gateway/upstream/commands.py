@@ -1,13 +1,14 @@
 """Runs an operator's command: with a timeout, its output in the log, without a shell unless requested.
 
-A command runs in its own session. Its output goes to an unlinked file, so a server that it starts and that
-keeps its output open neither blocks anything nor is affected.
+A command runs in its own session. Its output goes to an unlinked file (in memory, if no folder is writable),
+so a server that it starts and that keeps its output open neither blocks anything nor is affected.
 """
 
 import logging
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class Command:
 async def run(command: Command, environ: Mapping[str, str]) -> str:
     """Run a command to its end. Return "", or why it failed: one line with the end of its output."""
     try:
-        with tempfile.TemporaryFile() as output:
+        with _output() as output:
             failure = await _ended(command, _started(command, environ, output))
             said = _said(output)
     except OSError as error:  # no such program, no more processes, no disk space
@@ -74,6 +75,20 @@ async def _ended(command: Command, process: "subprocess.Popen[bytes]") -> str:
         late = f"took more than {command.timeout_s:g} s"
         return late if is_killed else f"{late}, and cannot be killed: it runs as another user"
     return f"exit status {process.returncode}" if process.returncode else ""
+
+
+def _output() -> IO[bytes]:
+    """Return a file for a command's output.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    try:
+        return tempfile.TemporaryFile()
+    except OSError:  # no folder is writable, as in a container with a read-only file system
+        if sys.platform != "linux":
+            raise
+        return open(os.memfd_create("output"), "w+b")
 
 
 def _started(command: Command, environ: Mapping[str, str], output: IO[bytes]) -> "subprocess.Popen[bytes]":

@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import anyio
@@ -44,6 +45,11 @@ async def test_a_command_that_fails_says_how_it_ended_and_what_it_said_last() ->
 
 async def test_a_command_that_is_not_there_has_failed() -> None:
     assert await run(Command(["/nowhere/switch"]), {}) == "/nowhere/switch: No such file or directory"
+
+
+async def test_a_command_needs_no_writable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "not-there"))
+    assert await run(sh("echo no route to host; exit 255"), {}) == "exit status 255: no route to host"
 
 
 async def test_words_are_no_shell_text(tmp_path: Path) -> None:
