@@ -481,17 +481,23 @@ async def test_no_more_of_an_answer_is_read_than_is_wanted() -> None:
 
 
 @pytest.mark.usefixtures("only_direct")
+class Late(direct.DirectClient):
+    """Goes on only when its new connection is lost, as in a process that is busy at that moment."""
+
+    waits = True
+
+    async def _connected(self, connect_s: float) -> direct._Connection:
+        connection = await super()._connected(connect_s)
+        with anyio.fail_after(10):
+            while self.waits and not connection._is_lost:
+                await anyio.lowlevel.checkpoint()
+        return connection
+
+
+ASKED = b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n"
+
+
 async def test_a_connection_that_is_lost_as_soon_as_it_is_made_reached_nobody() -> None:
-    class Late(direct.DirectClient):
-        """Goes on only when its new connection is lost, as in a process that is busy at that moment."""
-
-        async def _connected(self, connect_s: float) -> direct._Connection:
-            connection = await super()._connected(connect_s)
-            with anyio.fail_after(10):
-                while not connection._is_lost:
-                    await anyio.lowlevel.checkpoint()
-            return connection
-
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = Late(f"http://127.0.0.1:{listener.getsockname()[1]}", None, verify=True)
 
@@ -501,7 +507,31 @@ async def test_a_connection_that_is_lost_as_soon_as_it_is_made_reached_nobody() 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(anyio.to_thread.run_sync, close_one)
             with pytest.raises(UpstreamUnreachable):
-                await client.ask(b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n", b"", 5.0)
+                await client.ask(ASKED, b"", 5.0)
+        assert not client._busy
+        await client.aclose()
+
+
+async def test_one_that_is_lost_so_behind_a_kept_one_may_be_lost_because_of_the_request() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = Late(f"http://127.0.0.1:{listener.getsockname()[1]}", None, verify=True)
+
+        def answer_one() -> None:
+            with listener.accept()[0] as kept:
+                kept.recv(1000)
+                kept.sendall(answer_of(b"{}"))
+                kept.recv(1000)
+            listener.accept()[0].close()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.to_thread.run_sync, answer_one)
+            client.waits = False
+            connection = await client.ask(ASKED, b"", 5.0)
+            assert await whole(connection) == b"{}"
+            assert client.take_back(connection)
+            client.waits = True
+            with pytest.raises(UpstreamLost):
+                await client.ask(ASKED, b"", 5.0)
         await client.aclose()
 
 
