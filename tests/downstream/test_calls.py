@@ -16,6 +16,7 @@ from hashlib import sha256
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
 from litestar.types import Receive, Scope, Send
@@ -944,6 +945,31 @@ async def test_a_caller_that_does_not_read_holds_its_backend_and_nothing_is_lost
         assert [one.ending for one in site.notes.requests] == 2 * [Ending.COMPLETED]
         assert site.backend.connections == 1
         assert site.taken == (2 if way == "direct" else 0)
+
+
+async def test_a_caller_that_does_not_read_holds_its_backend_token_by_token_too(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.tcp.KEEPALIVE", (FEW_RECEIVED, FEW_SENT))
+    is_over = anyio.Event()
+
+    async def trickle(stream: SocketStream, _: dict[str, Any]) -> None:
+        await stream.send(STREAM_HEAD + chunk(ROLE))
+        for number in range(1_000):
+            await stream.send(chunk(event(delta={"content": f"{number:04}" + "x" * 1_500})))
+            for _ in range(5):  # each arrives by itself
+                await anyio.lowlevel.checkpoint()
+        await stream.send(chunk(STOP + DONE) + LAST_CHUNK)
+        is_over.set()
+
+    async with front(way, trickle) as site, site.caller() as caller:
+        caller.stream.extra(SocketAttribute.raw_socket).setsockopt(*FEW_RECEIVED)
+        await caller.send(post(chat(stream=True)))
+        await site.eventually(lambda: is_stalled(site))
+        with anyio.move_on_after(5):
+            await is_over.wait()
+        assert unread(site) < 300_000
+        assert (await caller.answer()).is_whole
 
 
 async def test_a_caller_that_reads_now_and_then_gets_everything(way: str) -> None:
