@@ -9,7 +9,13 @@ import pytest
 from support.world import Notes
 
 from gateway.clock import SystemClock
-from gateway.core.errors import GatewayError, IdempotencyInProgress, InvalidRequest, UpstreamFailed
+from gateway.core.errors import (
+    GatewayError,
+    IdempotencyInProgress,
+    InvalidRequest,
+    StoreUnavailable,
+    UpstreamFailed,
+)
 from gateway.core.idempotency import IdempotencyClaim, KeyState, StoredAnswer, fingerprint
 from gateway.downstream.idempotency import IdempotencyRules, IdempotentRequests
 from gateway.downstream.reading import BodyReaders, Received, Work
@@ -216,6 +222,23 @@ async def test_a_request_that_cannot_be_read_frees_the_key() -> None:
     assert await desk.standing() is KeyState.BEGUN
 
 
+async def test_a_caller_that_leaves_while_its_request_is_read_frees_the_key() -> None:
+    desk, begun = Desk(), anyio.Event()
+    received = Received(Arrival("r", 0.0, 0.0, route=ROUTE), BODY, "team", {"idempotency-key": "k-1"}, ())
+
+    async def read(_: Received) -> Work:
+        begun.set()
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(desk.idempotency.read, received, read)
+        await begun.wait()
+        tasks.cancel_scope.cancel()
+
+    assert await desk.standing() is KeyState.BEGUN
+
+
 async def test_what_runs_for_longer_than_its_lease_keeps_its_key() -> None:
     desk, over = Desk(lease_s=0.3), anyio.Event()
 
@@ -232,6 +255,39 @@ async def test_what_runs_for_longer_than_its_lease_keeps_its_key() -> None:
         over.set()
 
     assert isinstance(await desk.standing(), bytes)
+
+
+async def test_an_answer_outlives_the_lease_of_its_request() -> None:
+    desk = Desk(lease_s=0.1)
+
+    await desk.ask(stream)
+    await desk.lease_passes(1)
+
+    assert isinstance(await desk.standing(), bytes)
+
+
+async def test_a_renewal_that_the_store_does_not_answer_is_not_the_last() -> None:
+    class Away(MemoryIdempotency):
+        """Does not answer the first renewal."""
+
+        asked = 0
+
+        async def renew(self, claim: IdempotencyClaim, lease_s: float) -> bool:
+            self.asked += 1
+            if self.asked == 1:
+                raise StoreUnavailable("no answer")
+            return await super().renew(claim, lease_s)
+
+    desk, over = Desk(lease_s=0.6, store=Away(SystemClock(), 10_000)), anyio.Event()
+
+    async def work(_: HttpDownstream) -> None:
+        await over.wait()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(desk.ask, work)
+        await desk.lease_passes(2)
+        assert await desk.standing() is KeyState.RUNNING
+        over.set()
 
 
 async def test_a_key_that_was_freed_is_not_taken_again_by_a_renewal() -> None:
