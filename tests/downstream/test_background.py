@@ -13,7 +13,7 @@ from gateway.core.errors import GatewayError, StoreUnavailable
 from gateway.core.jobs import Chunk, Job, JobError, JobStatus, Lane, NewJob, Queue
 from gateway.core.responses.replay import JobFacts
 from gateway.core.values import OnDisconnect
-from gateway.downstream.background import Background, JobRules
+from gateway.downstream.background import Background, JobRules, Waits
 from gateway.downstream.relay import HttpDownstream
 from gateway.downstream.waiting_caller import Waiter, WaitingCaller
 from gateway.ports import JobStore
@@ -193,6 +193,19 @@ async def test_a_follower_is_told_that_the_gateway_stops(store: Callable[..., An
     assert [one["type"] for one in events] == ["response.created", "response.queued"][: len(events)]
     assert (last["type"], last["code"]) == ("error", "draining")
     assert last["sequence_number"] == len(events) - 1
+
+
+async def test_what_waits_for_a_job_ends_with_its_process_and_what_is_over_is_forgotten() -> None:
+    waits = Waits()
+    with waits.until_end() as former:
+        pass
+
+    waits.end()
+    with anyio.fail_after(3), waits.until_end() as late:
+        await anyio.sleep_forever()
+
+    assert late.cancelled_caught
+    assert not former.cancel_called
 
 
 @pytest.mark.parametrize(("is_placed", "got"), [(False, 1), (True, 3)])
