@@ -693,6 +693,19 @@ async def test_nothing_is_kept_of_a_caller_that_leaves_behind_its_answer(way: st
         await site.eventually(lambda: connection.timeout_keep_alive_task is None)
 
 
+async def test_nor_of_one_that_leaves_instead_of_reading(way: str) -> None:
+    async with front(way, Flood()) as site:
+        async with site.caller() as caller:
+            await caller.send(post(chat(stream=True)))
+            await site.eventually(lambda: is_stalled(site))
+            (connection,) = site.listener.server_state.connections
+            assert isinstance(connection, GuardedProtocol)
+            assert connection._stall_timer is not None
+            await leave(caller.stream, "reset")
+        await site.idle()
+        assert connection._stall_timer is None
+
+
 def tasks_at_work() -> list[str]:
     """The tasks that answer requests, or wait for one on a connection."""
     names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]

@@ -117,6 +117,19 @@ async def test_a_file_that_a_batch_reads_outlives_its_time(files: BatchWorld) ->
     assert await files.read("file-1") == b""
 
 
+async def test_files_whose_time_is_over_but_that_batches_read_hold_no_other_up(files: BatchWorld) -> None:
+    for number in range(100):  # as many as are looked at together
+        await files.upload(b"x", f"file-{number}")
+        await files.redis.hset(files.key("file", f"file-{number}"), "uses", 1)
+        await files.expire_file(f"file-{number}")
+    await files.upload(b"y", "last", "bob")
+    await files.expire_file("last")
+    for _ in range(2):
+        await files.files.write(NewFile("other", "carol", "b"), 0, b"z", BYTES_MAX)
+    assert await files.used("=bob") == 0
+    assert await files.used() == 100 * (1 + COSTS)
+
+
 async def test_files_are_paged_in_the_order_of_their_uploads(files: BatchWorld) -> None:
     for number in range(5):
         await files.upload(b"x", f"file-{number}")
