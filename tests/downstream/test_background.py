@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import anyio
 import pytest
-from support.world import World
+from support.world import Incoming, World
 
 from gateway.core.errors import GatewayError, StoreUnavailable
 from gateway.core.jobs import Chunk, Job, JobError, JobStatus, Lane, NewJob, Queue
@@ -64,6 +64,35 @@ async def test_all_who_look_at_their_place_at_once_ask_the_store_once() -> None:
     world.clock.time += 3.0
     store.drained_at = 1.0
     assert await background.place(job) == {"position": 4, "expected_start_s": None}
+
+
+class Unsure:
+    """What `Background.submit` asks of `ports.JobStore`; nobody knows what came of it."""
+
+    async def submit(self, *_: object, **__: object) -> Job:
+        raise StoreUnavailable("The job store does not answer.")
+
+
+@pytest.mark.parametrize(("idempotency_key", "is_revoked"), [(None, True), ("once", False)])
+async def test_a_job_that_may_have_been_accepted_is_revoked_unless_its_caller_can_find_it_by_its_key(
+    idempotency_key: str | None, is_revoked: bool
+) -> None:
+    world, revoked = World(), list[str]()
+    background = background_of(world, Unsure())
+    background.revoke = revoked.append
+
+    with pytest.raises(StoreUnavailable):
+        await background.submit(
+            Incoming(world.request(), members={"messages": []}),
+            JobFacts({"id": "resp_1"}, "0" * 32, 0, {}, {}),
+            id="resp_1",
+            store=True,
+            idempotency_key=idempotency_key,
+            route="/v1/responses",
+            body=b"{}",
+        )
+
+    assert revoked == (["resp_1"] if is_revoked else [])
 
 
 class Answered:

@@ -8,6 +8,7 @@ import json
 import select
 import socket
 import struct
+import threading
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -28,7 +29,7 @@ from support.world import DONE, HELLO, LIGHT, ROLE, STOP, Estimates, event
 
 from gateway.core.usage import Ending
 from gateway.core.values import Waiting
-from gateway.downstream import guard
+from gateway.downstream import guard, wire
 from gateway.downstream.guard import GuardedProtocol
 from gateway.downstream.listener import Listener
 from gateway.downstream.origins import Origins
@@ -679,6 +680,30 @@ async def test_a_caller_that_leaves_before_its_answer_is_noticed(
         (record,) = site.notes.requests
         assert (record.ending, record.status) == (Ending.LEFT, LEFT_STATUS)
         assert site.taken == (way == "direct")
+
+
+async def test_a_caller_that_leaves_while_its_request_is_read_is_noticed(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_go_on, read = threading.Event(), threading.Event(), wire.read
+
+    def read_late(*args: Any, **kwargs: Any) -> wire.WireRequest:
+        begun.set()
+        may_go_on.wait(10)
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(wire, "read", read_late)
+    async with front(way, stay_silent) as site:
+        async with site.caller() as caller:
+            await caller.send(post(chat(messages=[{"role": "user", "content": "{" * 20_000}])))  # by a thread
+            await site.eventually(begun.is_set)
+            await leave(caller.stream, "reset")
+            await site.eventually(lambda: not site.listener.server_state.connections)
+        may_go_on.set()
+        await site.idle()
+
+        assert [one.ending for one in site.notes.requests] == [Ending.LEFT]
+        assert site.backend.requests == []
 
 
 @pytest.mark.parametrize("how", ["closed", "half-closed", "reset"])
