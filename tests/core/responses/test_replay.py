@@ -1,10 +1,12 @@
 """A job as a response: what every reader is told alike."""
 
 import json
+from dataclasses import replace
 
-from gateway.core.jobs import Chunk, Job, JobStatus, NewJob
+from gateway.core.jobs import Chunk, Job, JobError, JobStatus, NewJob
 from gateway.core.responses.replay import JobFacts, Replay
 from gateway.core.responses.request import new_response
+from gateway.core.sse import DONE
 
 ANSWER = b'data: {"choices":[{"delta":{"content":"hello"},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
 
@@ -31,3 +33,52 @@ def test_a_reader_whose_look_at_the_job_is_older_than_its_chunks_is_told_the_sam
     told_early = [*early.tell(queued, []), *early.tell(queued, [Chunk(0, 1, ANSWER)]), *early.tell(over, [])]
 
     assert told_early == told_late
+
+
+def piece(text: str, finish_reason: str | None = None) -> bytes:
+    choice = {"delta": {"content": text}, "finish_reason": finish_reason}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+def jobs() -> tuple[Job, Job]:
+    """Return a job that is running, and the same when its three chunks are there."""
+    facts = JobFacts(new_response({}, "t", 1_000), "t", 0, {}, {})
+    new = NewJob("resp_t", None, "m/c", b"{}", facts.encoded())
+    running = Job(new, JobStatus.IN_PROGRESS, attempt=1, created_at=1_001.0, started_at=1_001.5)
+    return running, replace(running, status=JobStatus.COMPLETED, ended_at=1_002.0, chunks=3)
+
+
+def test_a_response_ends_when_its_job_has_ended_and_all_of_its_answer_was_told() -> None:
+    running, over = jobs()
+    replay = Replay(JobFacts.of(running))
+
+    assert [event["type"] for event in replay.tell(running, [])][-1] == "response.in_progress"
+    replay.tell(running, [Chunk(0, 1, piece("one "))])
+    replay.tell(over, [Chunk(1, 1, piece("two "))])
+    assert not replay.is_over
+    replay.tell(running, [Chunk(2, 1, piece("three", "stop") + DONE)])
+    assert not replay.is_over
+    (*_, last) = replay.tell(over, [])
+
+    assert (last["type"], replay.is_over) == ("response.completed", True)
+    assert last["response"]["output"][0]["content"][0]["text"] == "one two three"
+    assert replay.tell(over, []) == []
+
+
+def test_an_answer_that_starts_over_is_told_from_its_new_beginning() -> None:
+    running, over = jobs()
+    replay = Replay(JobFacts.of(running))
+
+    replay.tell(running, [Chunk(0, 1, piece("one ")), Chunk(1, 2, piece("again "), restarts=True)])
+    (*_, last) = replay.tell(over, [Chunk(2, 2, piece("two", "stop"))])
+
+    assert [item["content"][0]["text"] for item in last["response"]["output"]][-1] == "again two"
+
+
+def test_a_job_that_failed_says_why() -> None:
+    running, _ = jobs()
+    failed = replace(running, status=JobStatus.FAILED, error=JobError("job_poisoned", "It was given up."))
+
+    (*_, last) = Replay(JobFacts.of(running)).tell(failed, [])
+
+    assert (last["type"], last["response"]["error"]["message"]) == ("response.failed", "It was given up.")
