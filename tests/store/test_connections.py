@@ -142,6 +142,26 @@ async def test_a_burst_of_commands_does_not_wait_for_a_server_that_has_ceased_to
         await connections.aclose()
 
 
+async def test_a_command_runs_to_its_end_though_its_caller_leaves(tmp_path: Path) -> None:
+    with own_server("valkey-9", tmp_path) as server:
+        connections = Connections(server.url, name="test", command_s=10.0, connections_max=1)
+        begun, may_go_on, replies = anyio.Event(), anyio.Event(), list[Any]()
+
+        async def slow() -> None:
+            begun.set()
+            await may_go_on.wait()
+            replies.append(await connections.redis.ping())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(connections.bounded, slow)
+            await begun.wait()
+            tasks.cancel_scope.cancel()
+            may_go_on.set()
+
+        assert replies == [True]
+        await connections.aclose()
+
+
 def stand_still(seconds: float) -> None:
     """Keep the event loop from everything, as a process does that is given no processor."""
     time.sleep(seconds)

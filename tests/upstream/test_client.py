@@ -220,6 +220,21 @@ async def test_a_connection_that_was_idle_too_long_is_not_used_again(monkeypatch
     assert server.connections == 3
 
 
+async def test_a_connection_that_was_idle_too_long_is_closed(
+    only_direct: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_clients, "KEEPALIVE_S", 0.1)
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(answer_of(b"{}"))
+
+    async with serving(answer) as (server, upstream, target):
+        async with upstream.open(target, Timeouts()) as response:
+            await whole(response)
+        with anyio.fail_after(10):
+            await server.closed.wait()
+
+
 async def test_any_number_of_connections_may_have_been_idle_too_long(
     only_direct: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -668,6 +683,10 @@ async def test_chunks_whose_lines_come_by_themselves_are_no_trailers(monkeypatch
     async with serving(answer) as (_, upstream, target):
         async with upstream.open(target, Timeouts()) as response:
             assert await whole(response) == b"x" * 200
+        poured: list[bytes] = []
+        async with upstream.open(target, Timeouts()) as response:
+            await response.stream_to(lambda data: poured.append(data) is None)
+        assert b"".join(poured) == b"x" * 200
 
 
 @pytest.mark.usefixtures("only_direct")
@@ -718,6 +737,20 @@ async def test_a_way_that_is_configured_no_more_is_closed_however_its_last_call_
                 await response.read()
                 upstream.update([], secrets={}, tls={})
                 raise Left
+        assert not upstream._retired
+
+
+async def test_so_is_one_whose_call_has_failed() -> None:
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.aclose()
+
+    async with serving(answer) as (_, upstream, target):
+        assert isinstance(upstream, HttpxUpstream | DirectUpstream)
+        with pytest.raises(UpstreamLost):
+            async with upstream.open(target, Timeouts()):
+                pass
+        upstream.update([], secrets={}, tls={})
+        await upstream.close_retired()
         assert not upstream._retired
 
 
