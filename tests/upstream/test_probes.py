@@ -3,6 +3,7 @@
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,8 @@ async def test_it_is_a_fleet_that_knows_nothing_before_it_runs(clock: Clock, fak
 async def test_one_that_is_killed_boots_and_comes_back_on_probation(
     clock: Clock, fake_engine: Engines
 ) -> None:
-    async with fake_engine() as engine, probing(watch(clock, engine)) as fleet:
+    rules = replace(QUICK, models_every_s=1_000.0)  # it is why its models are read again
+    async with fake_engine() as engine, probing(watch(clock, engine, rules)) as fleet:
         await fleet.wait_for(lambda seen: seen["a"].engine is not None and seen["a"].served_models != ())
         await engine.stop()
         await fleet.wait_for(is_(State.BOOTING))
@@ -112,7 +114,8 @@ async def test_one_that_is_killed_boots_and_comes_back_on_probation(
 
 
 async def test_a_restart_between_two_probes_is_noticed(clock: Clock, fake_engine: Engines) -> None:
-    async with fake_engine() as engine, probing(watch(clock, engine)) as fleet:
+    rules = replace(QUICK, models_every_s=1_000.0)  # it is why its models are read again
+    async with fake_engine() as engine, probing(watch(clock, engine, rules)) as fleet:
         await fleet.wait_for(lambda seen: seen["a"].engine is not None and seen["a"].served_models != ())
         engine.started_at += 40
         engine.context_tokens = 4096
@@ -545,3 +548,37 @@ async def test_another_url_or_backend_is_taken_at_any_time(clock: Clock, fake_en
             await ended.wait_for(is_(State.UP))
         ended.update({"b": backend("b", engine.url)}, QUICK, secrets=nothing, tls=nothing)
         assert ended.statuses()["b"].state is State.UNKNOWN
+
+
+async def test_a_backend_that_is_asked_in_another_way_is_asked_in_the_former_no_more(
+    clock: Clock, fake_engine: Engines
+) -> None:
+    nothing: Mapping[str, Any] = {}
+    async with fake_engine() as former, fake_engine() as engine, probing(watch(clock, former)) as fleet:
+        await fleet.wait_for(is_(State.UP))
+        fleet.update({"a": backend("a", engine.url)}, QUICK, secrets=nothing, tls=nothing)
+        await engine.until_asked("/health", 3)
+        asked = former.asked["/health"]
+        await engine.until_asked("/health", engine.asked["/health"] + 5)
+        assert former.asked["/health"] == asked
+        fleet.update({"a": backend("a", engine.url)}, QUICK, secrets=nothing, tls={"a": False})
+        assert fleet._watched["a"].verify is False
+
+
+async def test_an_answer_that_is_out_does_not_hold_up_the_end(clock: Clock, fake_engine: Engines) -> None:
+    async with fake_engine() as engine:
+        engine.gates["/health"] = anyio.Event()
+        begun = clock.now()
+        async with probing(watch(clock, engine)):
+            await engine.until_asked("/health", 1)
+        assert clock.now() - begun < QUICK.probe_timeout_s
+
+
+async def test_what_was_served_is_counted_once(clock: Clock, fake_engine: Engines) -> None:
+    async with fake_engine() as engine, probing(watch(clock, engine)) as fleet:
+        await fleet.wait_for(is_(State.UP))
+        for _ in range(2):
+            fleet.report("a", Outcome.OK, "", inf)
+        assert fleet.attempts()["a"].served == 2
+        await engine.until_asked("/health", engine.asked["/health"] + 3)
+        assert fleet.attempts()["a"].served == 2
