@@ -15,11 +15,11 @@ import anyio
 import pytest
 from redis.asyncio import Redis
 from support.batch_lines import read_lines
-from support.batch_world import CHAT, BatchWorld, jsonl
+from support.batch_world import CHAT, LONG_S, BatchWorld, jsonl
 from support.redis_server import legs, own_server
 
 from gateway.core import batches
-from gateway.core.batches import Batch, BatchClaim, BatchLine, BatchStatus
+from gateway.core.batches import Batch, BatchClaim, BatchLine, BatchSnapshot, BatchStatus
 from gateway.core.errors import AtCapacity, ModelNotFound, StoreUnavailable
 from gateway.core.jobs import Chunk, JobError, JobPriority, JobStatus, NewJob
 from gateway.jobs import BatchRules, BatchRunner
@@ -490,6 +490,23 @@ async def test_a_runner_that_is_stopped_lets_its_batches_go(world: BatchWorld) -
     claim = await world.open().take()
     assert claim is not None
     assert claim.number == RULES.queued_max
+
+
+async def test_a_store_that_does_not_answer_once_does_not_cost_a_lease(world: BatchWorld) -> None:
+    class Away(RedisBatches):
+        looks = 0
+
+        async def look(self, claim: BatchClaim) -> BatchSnapshot:
+            self.looks += 1
+            if self.looks == 1:
+                raise StoreUnavailable("once")
+            return await super().look(claim)
+
+    await make(world, jsonl(1))
+    away = Away(world.url, prefix=world.prefix, command_s=10.0, lease_s=LONG_S)
+    async with working(world), running(world, batches=away):
+        assert (await ended(world)).status is BatchStatus.COMPLETED
+    await away.aclose()
 
 
 async def test_a_batch_goes_on_from_whatever_step_its_runner_died_in(world: BatchWorld) -> None:
