@@ -1,5 +1,6 @@
 """Another configuration while the gateway runs, over real sockets: nothing that runs notices."""
 
+import errno
 import os
 import signal
 import threading
@@ -376,6 +377,38 @@ async def test_what_turns_out_unusable_never_gets_into_the_file(
     assert says in answer.json()["error"]["message"]
     assert path.read_bytes() == before
     assert len(gateway.gateway.reloader.versions) == 1
+
+
+async def test_a_file_that_is_replaced_keeps_its_link_and_its_rights(
+    gateway: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = gateway.gateway.settings.path
+    real = path.rename(path.with_name("real.yaml"))
+    path.symlink_to(real)
+    real.chmod(0o640)
+    document = without(written(gateway), "light-2")
+
+    assert (await put(gateway, document)).status_code == 200
+    with monkeypatch.context() as full:
+
+        def fail(_: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        full.setattr(os, "fsync", fail)
+        assert (await put(gateway, without(document, "light-1"))).status_code >= 400
+
+    assert path.is_symlink()
+    assert real.stat().st_mode & 0o777 == 0o640
+    assert yaml.safe_load(real.read_text()) == document
+    assert not list(path.parent.glob(".real.yaml.*"))
+
+
+async def test_few_former_configurations_are_kept(gateway: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reload, "VERSIONS_KEPT", 1)
+    for name in ("light-1", "light-2"):
+        assert (await put(gateway, without(written(gateway), name))).status_code == 200
+
+    assert [one.by for one in gateway.gateway.reloader.versions] == ["put", "put"]
 
 
 async def test_a_fault_of_the_gateway_s_own_refuses_a_file_and_ends_nothing(
