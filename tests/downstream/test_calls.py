@@ -629,6 +629,24 @@ async def test_the_rest_of_a_last_request_is_not_waited_for(
         await site.eventually(lambda: not site.listener.server_state.connections)
 
 
+async def test_nor_is_that_of_one_that_was_given_up(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.downstream.guard.LINGER_S", 0.05)
+    async with front(way, limits=LIMITS) as site, site.caller() as caller:
+        assert (await caller.ask(post(length=1_000))).status == 408
+        await site.eventually(lambda: not site.listener.server_state.connections)
+
+
+async def test_a_connection_is_idle_when_the_rest_of_its_request_has_come(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.downstream.listener.KEEPALIVE_S", 0.3)
+    async with front(way) as site, site.caller() as caller:
+        got = await caller.ask(post(b"{", key="other", length=2))
+        assert (got.status, got.header("connection")) == (401, None)
+        await caller.send(b"}")
+        await site.eventually(lambda: not site.listener.server_state.connections)
+
+
 async def test_what_comes_behind_an_upload_that_is_given_up_is_no_request(way: str) -> None:
     async with front(way, limits=BodyLimits(together_max=100)) as site, site.caller() as caller:
         await caller.send(post(chat(user="x" * 200)) + post(chat(user="behind")))
@@ -991,7 +1009,7 @@ async def test_a_caller_that_does_not_read_holds_its_backend_token_by_token_too(
     monkeypatch.setattr("gateway.tcp.KEEPALIVE", (FEW_RECEIVED, FEW_SENT))
     is_over = anyio.Event()
 
-    async def trickle(stream: SocketStream, _: dict[str, Any]) -> None:
+    async def trickle(stream: SocketStream, asked: dict[str, Any]) -> None:
         await stream.send(STREAM_HEAD + chunk(ROLE))
         for number in range(1_000):
             await stream.send(chunk(event(delta={"content": f"{number:04}" + "x" * 1_500})))

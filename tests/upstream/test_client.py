@@ -683,10 +683,10 @@ async def test_chunks_whose_lines_come_by_themselves_are_no_trailers(monkeypatch
     async with serving(answer) as (_, upstream, target):
         async with upstream.open(target, Timeouts()) as response:
             assert await whole(response) == b"x" * 200
-        poured: list[bytes] = []
+        sink = Sink()
         async with upstream.open(target, Timeouts()) as response:
-            await response.stream_to(lambda data: poured.append(data) is None)
-        assert b"".join(poured) == b"x" * 200
+            await response.stream_to(sink.take)
+        assert sink.data == b"x" * 200
 
 
 @pytest.mark.usefixtures("only_direct")
