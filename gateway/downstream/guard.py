@@ -178,9 +178,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """End a request, unless it was rejected or is being parsed again."""
         self._is_in_head, self._has_ended = False, True
-        if self._rest_timer is not None:  # it was answered early: the connection is idle only now
-            self._stop_rest_timer()
-            self._await_request()
+        self._stop_rest_timer()  # it may have been answered early
         if not self.transport.is_closing() and not self._wants_upgrade:
             super().on_message_complete()
 

@@ -647,6 +647,23 @@ async def test_a_connection_is_idle_when_the_rest_of_its_request_has_come(
         await site.eventually(lambda: not site.listener.server_state.connections)
 
 
+async def test_a_request_that_comes_together_with_that_rest_has_all_the_time_it_needs(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.downstream.listener.KEEPALIVE_S", 0.1)
+
+    async def answer_late(stream: SocketStream, body: dict[str, Any]) -> None:
+        await anyio.sleep(0.5)
+        await oblige(stream, body)
+
+    async with front(way, answer_late) as site, site.caller() as caller:
+        assert (await caller.ask(post(b"{", key="other", length=2))).status == 401
+        await caller.send(b"}" + post(chat(stream=True)))
+        got = await caller.answer()
+        assert (got.status, got.is_whole) == (200, True)
+        await site.idle()
+
+
 async def test_what_comes_behind_an_upload_that_is_given_up_is_no_request(way: str) -> None:
     async with front(way, limits=BodyLimits(together_max=100)) as site, site.caller() as caller:
         await caller.send(post(chat(user="x" * 200)) + post(chat(user="behind")))
