@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from gateway import settings
+from gateway.core.errors import ConfigError
 from gateway.sockets import bind
 from gateway.store.keeper import GOOD_SPELL_S, PAUSE_MAX_S, PAUSE_S, next_pause_s
 from gateway.supervisor import Order, WorkerGroup
@@ -82,6 +83,51 @@ async def test_a_worker_that_ends_is_started_again(
     first, second = ends.said
     assert re.fullmatch(rf"worker 0 ended \({says}.*\): started again in 0\.5 s", first)
     assert re.fullmatch(rf"worker 0 ended \({says}.*\): started again in 1 s", second)
+
+
+async def test_a_configuration_that_no_worker_can_use_ends_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The last word of the command is the number. One that starts slowly is not waited for.
+    lines = (
+        "for number; do :; done",
+        "[ $number = 1 ] && exec sleep 60",
+        """echo '{"error": "it is wrong"}'""",
+        "exit 2",
+    )
+    monkeypatch.setattr(sys, "executable", script(tmp_path, *lines))
+    with bind("127.0.0.1", 0) as listen, anyio.fail_after(20):
+        group = WorkerGroup(600.0, lambda urls: pytest.fail("nothing accepts connections"))
+        with pytest.raises(ConfigError, match="it is wrong"):
+            await group.run(Order(0, 2, "gateway.yaml", "", "info", listen.fileno(), None))
+
+
+async def test_a_worker_that_cannot_use_its_configuration_later_does_not_end_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = tmp_path / "began"
+    lines = (
+        f"""[ -e {began} ] && {{ echo '{{"error": "it is wrong"}}'; exit 2; }}""",
+        f"touch {began}",
+        "echo '{}'",
+        "exit 7",
+    )
+    monkeypatch.setattr(sys, "executable", script(tmp_path, *lines))
+    ends = Ends()
+    log = logging.getLogger("gateway.supervisor")
+    log.addHandler(ends)
+    try:
+        with bind("127.0.0.1", 0) as listen, anyio.fail_after(20):
+            order = Order(0, 1, "gateway.yaml", "", "info", listen.fileno(), None)
+            group = WorkerGroup(600.0, lambda urls: None)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(group.run, order)
+                await ends.twice.wait()
+                await group.stop()
+    finally:
+        log.removeHandler(ends)
+
+    assert ends.said[1] == "worker 0 ended (status 2: it is wrong): started again in 1 s"
 
 
 def test_how_long_workers_may_drain_can_change(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from support.processes import parent_of, until, wait_gone
 from gateway.core.errors import ConfigError
 from gateway.store import embedded
 from gateway.store.embedded import server_binary, temporary_folder, valkey_in
+from gateway.store.keeper import keep_store
 
 WITHIN_S = 20.0
 
@@ -173,6 +174,36 @@ async def test_a_server_whose_words_nobody_reads_runs_on(
     monkeypatch.setattr(embedded, "server_binary", lambda: binary)
     async with valkey_in(tmp_path):
         await until(lambda: is_made(tmp_path / "went-on"))
+
+
+async def test_a_server_that_ignores_its_end_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaf = b"trap '' TERM; echo $$ > " + bytes(tmp_path / "pid") + b"; echo Ready to accept connections"
+    binary = executable(tmp_path / "valkey-server", b"#!/bin/sh\n" + deaf + b"; exec sleep 60")
+    monkeypatch.setattr(embedded, "server_binary", lambda: binary)
+    async with valkey_in(tmp_path):
+        pass
+    await wait_gone(int((tmp_path / "pid").read_text()))
+
+
+async def test_a_server_that_cannot_be_started_again_at_once_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, failed, runs = tmp_path / "began", tmp_path / "failed", tmp_path / "runs"
+    lines = (
+        "#!/bin/sh",
+        f"[ -e {failed} ] && {{ touch {runs}; echo Ready to accept connections; exec sleep 60; }}",
+        f"[ -e {began} ] && {{ touch {failed}; exit 1; }}",
+        f"touch {began}",
+        "echo Ready to accept connections",
+    )
+    binary = executable(tmp_path / "valkey-server", "\n".join(lines).encode())
+    monkeypatch.setattr(embedded, "server_binary", lambda: binary)
+    async with anyio.create_task_group() as tasks:
+        assert await tasks.start(keep_store, tmp_path) == f"unix://{tmp_path}/valkey.sock"
+        await until(lambda: is_made(runs))
+        tasks.cancel_scope.cancel()
 
 
 async def is_made(file: Path) -> bool:
