@@ -14,6 +14,7 @@ from anyio.abc import SocketStream
 from redis.asyncio import Redis
 from support.redis_server import RedisServer, failover
 
+from gateway.core.facts import Facts
 from gateway.core.values import UNLIMITED, Exclusion, Load
 from gateway.ports import Slot
 from gateway.store.connections import StoreAway
@@ -52,6 +53,20 @@ class Gateway:
             while self.ledger.mode is not mode:
                 self.ledger.changed = anyio.Event()
                 await self.ledger.changed.wait()
+
+    async def looks_again(self) -> None:
+        """Return once what came of another look at the server has been told."""
+        began = 0
+
+        def begin() -> Facts:
+            nonlocal began
+            began += 1
+            return Facts()
+
+        self.ledger.exchange.join(begin, lambda facts: None)
+        with anyio.fail_after(WITHIN_S):
+            while began < 2:
+                await anyio.lowlevel.checkpoint()
 
     async def take(self, claim: Load = CLAIM, limits: Load = LIMITS) -> Slot:
         slot = await self.ledger.acquire("b", claim, limits)
@@ -97,6 +112,7 @@ async def test_a_stall_costs_one_wait_and_then_nothing_is_asked(stoppable: Redis
         assert gateway.ledger.load("b").share == LIMITS.share
 
         await gateway.ledger.answered(before)
+        assert gateway.ledger.load("b").prefill_ms == 3 * CLAIM.prefill_ms
         await gateway.ledger.release(before)
         after = await gateway.take()
         stoppable.resume()
@@ -124,9 +140,13 @@ async def test_two_gateways_go_on_under_half_the_limits_each(stoppable: RedisSer
     here, there = Gateway(stoppable.url), Gateway(stoppable.url)
     async with running(here, there):
         first = await here.take()
+        there.ledger.load("b")  # from now on it is looked at
+        await there.shared.sync()
+        assert there.ledger.load("b") == CLAIM
         stoppable.kill()
         await here.wait_for(Mode.ALONE)
         await there.wait_for(Mode.ALONE)
+        assert there.ledger.load("b") == Load()  # its own part is free
 
         await here.take()
         assert await here.ledger.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
@@ -171,6 +191,7 @@ async def test_who_finds_the_server_back_takes_no_more_than_its_part_before_the_
         async def ask() -> None:
             outcomes.append(await gateway.ledger.acquire("b", CLAIM, LIMITS))
 
+        await gateway.looks_again()
         await gateway.take()
         assert gateway.ledger.acquire_at_once("b", CLAIM, LIMITS) is None
         async with anyio.create_task_group() as tasks:
@@ -287,6 +308,7 @@ async def test_changes_are_told_once_each(stoppable: RedisServer, caplog: pytest
         slot = await gateway.take()
         stoppable.stall()
         await gateway.wait_for(Mode.ALONE)
+        await gateway.looks_again()
         stoppable.resume()
         await gateway.wait_for(Mode.SHARED)
         await gateway.ledger.release(slot)
