@@ -201,6 +201,16 @@ async def test_who_finds_the_server_back_takes_no_more_than_its_part_before_the_
         assert gateway.ledger.load("b").share == LIMITS.share  # the other half may be in use as well
 
 
+async def test_who_finds_the_server_back_takes_no_surplus_beyond_its_part(stoppable: RedisServer) -> None:
+    limits = replace(FREE, share=40 * CLAIM.share)
+    async with back_beside_one_that_says_nothing(stoppable, command_s=10.0) as (gateway, _):
+        await gateway.looks_again()
+        for _ in range(20):
+            await gateway.take(limits=limits)
+        assert gateway.ledger.acquire_at_once("b", CLAIM, limits) is None
+        assert gateway.shared.acquire_at_once("b", CLAIM, limits) is not None  # it has some
+
+
 async def test_who_finds_the_server_back_sees_what_others_have_told_by_then(stoppable: RedisServer) -> None:
     """A box whose models take turns stops none that runs something at another gateway."""
     async with back_beside_one_that_says_nothing(stoppable, command_s=10.0) as (gateway, other):

@@ -1,0 +1,81 @@
+"""What an attempt writes down while its store is slow, away, or has lost something. The store is the test's."""
+
+from typing import cast
+
+import anyio
+import pytest
+
+from gateway.core.errors import StoreUnavailable
+from gateway.core.jobs import Chunk, Job, JobStatus, NewJob
+from gateway.jobs.record import JobLost, JobRecord
+from gateway.pipeline import CallerStalled
+from gateway.ports import JobStore
+
+WITHIN_S = 20.0
+TOO_MUCH = b"12345"
+
+
+class Store:
+    """What an attempt asks of ports.JobStore: it answers once it may, and each time with the next answer."""
+
+    def __init__(self, *answers: bool | Exception) -> None:
+        self.answers = list(answers)
+        self.chunks: list[tuple[int, bytes]] = []
+        self.asked, self.may = anyio.Event(), anyio.Event()
+
+    async def append(self, job_id: str, claim: str, chunk: Chunk) -> bool:
+        self.asked.set()
+        await self.may.wait()
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        self.chunks.append((chunk.number, chunk.data))
+        return answer
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.jobs.record.CHUNK_S", 0.0)
+    monkeypatch.setattr("gateway.jobs.record.AGAIN_S", 0.0)
+    monkeypatch.setattr("gateway.jobs.record.GATHERED_MAX", len(TOO_MUCH) - 1)
+
+
+def record_in(store: Store) -> JobRecord:
+    new = NewJob(id="a", key="alice", lane="m/light", body=b"{}")
+    job = Job(new, JobStatus.IN_PROGRESS, created_at=0.0, attempt=1, claim="1")
+    return JobRecord(cast(JobStore, store), job, restarts=False, on_start=lambda: None)
+
+
+async def test_an_answer_waits_while_too_much_of_it_is_unwritten() -> None:
+    store = Store(StoreUnavailable("away"), True, True)
+    record = record_in(store)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(record.run)
+        await record.send(TOO_MUCH)
+        await store.asked.wait()
+        await record.send(TOO_MUCH)  # the first is under way
+        store.may.set()
+        with anyio.fail_after(WITHIN_S):
+            await record.send(b"6")
+        tasks.cancel_scope.cancel()
+    assert store.chunks == [(0, TOO_MUCH), (1, TOO_MUCH)]
+
+
+@pytest.mark.parametrize("answer", [False, ValueError("a gap")], ids=["lost", "gap"])
+async def test_an_answer_that_cannot_be_written_any_more_does_not_wait(answer: bool | Exception) -> None:
+    store = Store(answer)
+    record = record_in(store)
+
+    async def go() -> None:
+        store.may.set()
+
+    with anyio.fail_after(WITHIN_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(record.run)
+            await record.send(TOO_MUCH)
+            await store.asked.wait()
+            await record.send(TOO_MUCH)  # the first is under way
+            tasks.start_soon(go)
+            with pytest.raises(CallerStalled) as raised:
+                await record.send(b"6")
+    assert isinstance(raised.value, JobLost) is (answer is False)
