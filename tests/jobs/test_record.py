@@ -1,4 +1,4 @@
-"""What an attempt writes down while its store is slow, away, or has lost something. The store is the test's."""
+"""What an attempt writes down while its store is slow, away or has lost something. The store is a test's own."""
 
 from typing import cast
 

@@ -28,7 +28,13 @@ from support.kernel import keepalive_s, vanish
 from support.loops import on_both_loops
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, Answer, RawServer, answer_of, chunk, raw_server
 
-from gateway.core.errors import UpstreamError, UpstreamFailed, UpstreamLost, UpstreamUnreachable
+from gateway.core.errors import (
+    UpstreamError,
+    UpstreamFailed,
+    UpstreamLost,
+    UpstreamTimeout,
+    UpstreamUnreachable,
+)
 from gateway.core.event_template import TOKEN_BYTES_MAX
 from gateway.core.values import Backend, Capacity, Endpoint, KneeStep, Timeouts
 from gateway.ports import Target, Upstream, UpstreamResponse
@@ -626,6 +632,47 @@ async def test_an_answer_that_comes_before_the_body_was_read_is_an_answer() -> N
                         assert response.status == 413
                         assert await whole(response) == b"no"
         tasks.cancel_scope.cancel()
+
+
+async def test_a_body_that_is_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_clients, "WRITE_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listen:
+        url = f"http://127.0.0.1:{listen.getsockname()[1]}"
+        async with client_of(url) as (upstream, target):
+            with anyio.fail_after(10), pytest.raises(UpstreamTimeout, match="did not read the request"):
+                async with upstream.open(replace(target, body=bytes(30_000_000)), Timeouts()):
+                    pass
+
+
+@pytest.mark.usefixtures("only_direct")
+async def test_a_body_that_is_read_slowly_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_clients, "WRITE_S", 0.3)
+    body, loop = bytes(60_000_000), asyncio.get_running_loop()
+
+    async def read_slowly(listen: socket.socket) -> None:
+        stream, _ = await loop.sock_accept(listen)
+        with stream:
+            stream.setblocking(False)
+            slow_until = anyio.current_time() + 0.7
+            left = len(body)
+            while left > 0:  # the last of it may stay in the kernel
+                left -= len(await loop.sock_recv(stream, 262_144))
+                if anyio.current_time() < slow_until:
+                    await anyio.sleep(0.01)
+            await loop.sock_sendall(stream, answer_of(b"yes"))
+            await anyio.sleep_forever()
+
+    with socket.create_server(("127.0.0.1", 0)) as listen:
+        listen.setblocking(False)
+        async with (
+            client_of(f"http://127.0.0.1:{listen.getsockname()[1]}") as (upstream, target),
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(read_slowly, listen)
+            with anyio.fail_after(20):
+                async with upstream.open(replace(target, body=body), Timeouts()) as response:
+                    assert await whole(response) == b"yes"
+            tasks.cancel_scope.cancel()
 
 
 @pytest.mark.usefixtures("only_direct")
