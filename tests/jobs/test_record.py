@@ -1,4 +1,4 @@
-"""What an attempt writes down while its store is slow, away or has lost something. The store is a test's own."""
+"""What an attempt writes down while its store is slow, away or has lost something, which a test's does."""
 
 from typing import cast
 
@@ -20,7 +20,7 @@ class Store:
 
     def __init__(self, *answers: bool | Exception) -> None:
         self.answers = list(answers)
-        self.chunks: list[tuple[int, bytes]] = []
+        self.chunks: list[tuple[int, bool, bytes]] = []
         self.asked, self.may = anyio.Event(), anyio.Event()
 
     async def append(self, job_id: str, claim: str, chunk: Chunk) -> bool:
@@ -29,7 +29,7 @@ class Store:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        self.chunks.append((chunk.number, chunk.data))
+        self.chunks.append((chunk.number, chunk.restarts, chunk.data))
         return answer
 
 
@@ -43,7 +43,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def record_in(store: Store) -> JobRecord:
     new = NewJob(id="a", key="alice", lane="m/light", body=b"{}")
     job = Job(new, JobStatus.IN_PROGRESS, created_at=0.0, attempt=1, claim="1")
-    return JobRecord(cast(JobStore, store), job, restarts=False, on_start=lambda: None)
+    return JobRecord(cast(JobStore, store), job, restarts=True, on_start=lambda: None)
 
 
 async def test_an_answer_waits_while_too_much_of_it_is_unwritten() -> None:
@@ -58,7 +58,7 @@ async def test_an_answer_waits_while_too_much_of_it_is_unwritten() -> None:
         with anyio.fail_after(WITHIN_S):
             await record.send(b"6")
         tasks.cancel_scope.cancel()
-    assert store.chunks == [(0, TOO_MUCH), (1, TOO_MUCH)]
+    assert store.chunks == [(0, True, TOO_MUCH), (1, False, TOO_MUCH)]
 
 
 @pytest.mark.parametrize("answer", [False, ValueError("a gap")], ids=["lost", "gap"])
