@@ -17,6 +17,7 @@ from support.processes import config, running, until
 from support.redis_server import RedisServer
 from support.site import Site, simulated, site
 
+from gateway.core.chat_jobs import job_id
 from gateway.core.jobs import Job, JobStatus
 
 KEYS = {
@@ -418,6 +419,24 @@ async def test_who_comes_again_finds_the_job_that_was_finished_without_it(
         assert len(await jobs_of(running)) == 1
 
 
+async def test_who_comes_again_after_the_end_gets_the_whole_stream(
+    tmp_path: Path, store: RedisServer
+) -> None:
+    async with chat_site(tmp_path, store, on_disconnect="finish") as running:
+        client = running.openai(api_key="a")
+        request: Any = {**ASK, **THINKING, "extra_headers": {"Idempotency-Key": "k"}}
+        stream = await client.chat.completions.create(**request, stream=True)
+        first = await anext(stream)
+        await stream.close()
+        await running.eventually(lambda: not running.gateway.applications.serving.in_flight)
+        await ended(running, job_id(first.id) or "")
+
+        chunks = [chunk async for chunk in await client.chat.completions.create(**request, stream=True)]
+
+        assert {chunk.id for chunk in chunks} == {first.id}
+        assert text_of(chunks) == said(await client.chat.completions.retrieve(first.id))
+
+
 async def test_who_comes_again_after_a_failure_gets_another_job(tmp_path: Path, store: RedisServer) -> None:
     async with chat_site(tmp_path, store, on_disconnect="finish", jobs={"attempts_max": 1}) as running:
         client = running.openai(api_key="a")
@@ -537,6 +556,7 @@ async def test_who_waits_for_a_stream_gets_comments_and_its_place(
                 for more in ({}, {"x-gateway-queue-position": "true"})
             ]
             lines = [body.aiter_lines() for body in bodies]
+            began = anyio.current_time()
             plain: list[str] = []
             while plain.count(": keep-alive") < 3:
                 plain.append(await anext(lines[0]))
@@ -544,6 +564,7 @@ async def test_who_waits_for_a_stream_gets_comments_and_its_place(
             while not any(line.startswith(": queue") for line in placed):
                 placed.append(await anext(lines[1]))
         plain += [line async for line in lines[0]]
+        assert plain.count(": keep-alive") <= 2 + (anyio.current_time() - began) / 0.2
         placed += [line async for line in lines[1]]
         await running.eventually(running.idle)
 
