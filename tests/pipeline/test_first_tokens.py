@@ -6,9 +6,12 @@ import anyio
 import pytest
 from support.world import DONE, HELLO, POLICY, ROLE, STOP, WHOLE, Script, World
 
+from gateway.clock import SystemClock
 from gateway.core.perf import PerfModel
 from gateway.core.values import Endpoint, Gates, Load, Prompt, Request
-from gateway.pipeline.first_tokens import OVERHEAD_S
+from gateway.pipeline.first_tokens import OVERHEAD_S, FirstTokens
+from gateway.ports import Slot
+from gateway.store.memory import MemoryLedger
 
 PERF = PerfModel(t_fixed=0, t_mem=0, kv_read=0, kv_span=0, t_seq=0, t_tok=0.01, t_attn=0, sharp=1)
 READING_S = 1.0  # 100 tokens
@@ -108,3 +111,23 @@ async def test_different_prompts_are_each_read(
         await anyio.wait_all_tasks_blocked()
         assert world.ledger.load("light-0").prefill_ms == prefill_ms
         gate.set()
+
+
+async def test_one_that_is_due_before_all_others_is_told_then() -> None:
+    ledger, told = MemoryLedger(), anyio.Event()
+    tokens = FirstTokens(ledger, SystemClock())
+    room = Load(prefill_ms=10**6)
+    late = await ledger.acquire("late", Load(prefill_ms=900_000), room)
+    soon = await ledger.acquire("soon", Load(prefill_ms=1), room)
+    assert isinstance(late, Slot)
+    assert isinstance(soon, Slot)
+    ledger.on_freed(lambda backend: told.set())
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(tokens.run)
+        for slot in (late, soon):
+            await anyio.wait_all_tasks_blocked()
+            tokens.expect(slot)
+        with anyio.fail_after(10):
+            await told.wait()
+        tasks.cancel_scope.cancel()
+    assert (ledger.load("soon").prefill_ms, ledger.load("late").prefill_ms) == (0, 900_000)

@@ -1,7 +1,7 @@
 """Gateways that tell each other their facts, in any order, twice, or not at all; without a store between."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -25,7 +25,7 @@ PROSE = Prompt(turns=(Turn("user", ("The river was wide, and nobody had crossed 
 class Gateway:
     """What one gateway process knows, joined as app.py does."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, keys: Sequence[str] = ("a", "b")) -> None:
         self.name = name
         self.clock = StillClock()
         self.fleet = Prober(POLICY.backends, HealthRules(), self.clock, secrets={}, tls={})
@@ -39,7 +39,7 @@ class Gateway:
             line=self.line,
             watch=self.watch,
             policy=lambda: POLICY,
-            keys=("a", "b"),
+            keys=keys,
             clock=self.clock,
             on_waiting=self._look,
         )
@@ -244,6 +244,17 @@ def test_what_others_start_is_charged_once(
     assert charged(here) == expected
     assert set(here.line.waiting()) <= {(MODEL.id, CHAT.name)}
     assert here.peers.facts().started == {}
+
+
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["never-had-any", "has-none-now"])
+def test_without_keys_what_others_start_is_charged_to_nobody_in_particular(is_replaced: bool) -> None:
+    here = Gateway("here", keys=("a",) if is_replaced else ())
+    if is_replaced:
+        here.peers.replace_keys(())
+    here.peers.hear({"x": Facts()})
+    here.peers.hear({"x": saying(900, key=None)})
+
+    assert charged(here) == {None: 900}
 
 
 # ------------------------------------------------------------------ spill
