@@ -139,6 +139,7 @@ class Process:
     name: str = "one"
     line: WaitingLine = field(default_factory=WaitingLine)
     board: BoxBoard | None = None
+    changes: int = 0  # how often the line was told to look again
 
     def __post_init__(self) -> None:
         shared = EmulatedBoard(
@@ -156,8 +157,11 @@ class Process:
             jobs=cast(JobStore, self.machine),
             policy=lambda: POLICY,
             clock=Clock(self.machine),
-            on_change=lambda: None,
+            on_change=self._note_change,
         )
+
+    def _note_change(self) -> None:
+        self.changes += 1
 
     @property
     def snapshot(self) -> BoxSnapshot:
@@ -292,8 +296,10 @@ async def test_a_model_that_only_the_owner_has_seen_yet_is_waited_for() -> None:
         await seen.is_at(State.RESIDENT, "gemma")
         await seen.another_look()
         assert seen.controller.objections()["gemma"][0] is Exclusion.SWAPPED_OUT
+        before = seen.changes
         machine.inside = {"gemma"}
         await seen.until(lambda: "gemma" not in seen.controller.objections())
+        assert seen.changes > before  # who waits for it can start
         # From then on, a probe that fails is a matter of its health alone.
         machine.inside = set()
         await seen.another_look()
@@ -350,13 +356,14 @@ async def test_a_box_that_a_gateway_of_another_configuration_has_is_read_and_lat
 
 async def test_what_the_store_holds_is_counted_once_however_many_gateways_see_it() -> None:
     machine = Machine()
-    one, two = Process(machine, "one"), Process(machine, "two")
-    async with at_work(one, two):
+    processes = [Process(machine, name) for name in ("one", "two", "three")]
+    one, two, _ = processes
+    async with at_work(*processes):
         one.brings("a", 0, waited_s=50.0)
         two.brings("b", 0, waited_s=60.0)
         machine.lanes_there = [stored(1, 40.0)]
-        await one.until(lambda: [each.snapshot.wants["gemma"].count for each in (one, two)] == [2, 2])
-        for process in (one, two):
+        await one.until(lambda: [each.snapshot.wants["gemma"].count for each in processes] == [2, 2, 2])
+        for process in processes:
             assert process.snapshot.stored["gemma"].count == 1
             assert process.snapshot.wants["gemma"].oldest_at == machine.now - 60
             # Three of four: counted twice, the store's would make it enough.
