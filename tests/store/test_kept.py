@@ -120,6 +120,21 @@ async def test_who_finds_no_room_gets_at_once_what_another_keeps(store: Store, q
         assert await there.acquire("b", CHAT, LIMITS) is Exclusion.AT_KNEE
         assert here.acquire_at_once("b", CHAT, LIMITS) is None
         assert await here.acquire("b", CHAT, LIMITS) is Exclusion.AT_KNEE
+        await there.sync()
+        assert not await waits(store, there)  # which would keep everybody from keeping anything
+
+
+async def test_who_does_not_give_back_what_it_keeps_is_waited_for_once(
+    store: Store, quiet: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.store.redis.MUTE_S", 1000.0)
+    here = quiet()
+    async with running(store, here):
+        await say(store, "other", used=Load(), kept=Load(seqs=KNEE, share=LIMITS.share))
+        for given_back_s in (0.01, 1000.0):
+            monkeypatch.setattr("gateway.store.redis.GIVEN_BACK_S", given_back_s)
+            with anyio.fail_after(WITHIN_S):
+                assert await here.acquire("b", CHAT, LIMITS) is Exclusion.AT_KNEE
 
 
 async def test_many_at_once_in_two_processes_fill_it_exactly(store: Store, quiet: Connect) -> None:
