@@ -24,6 +24,7 @@ from gateway.core.values import (
     Demand,
     Exclusion,
     KneeStep,
+    Load,
     ModelPolicy,
     Policy,
     Pool,
@@ -33,7 +34,7 @@ from gateway.core.values import (
 from gateway.core.waiting import Ticket, WaitingLine
 from gateway.pipeline import box_controller
 from gateway.pipeline.box_controller import READY_S, STORE_LOST_S, BoxController, BoxSnapshot
-from gateway.ports import BoxBoard, JobStore
+from gateway.ports import Board, BoxBoard, JobStore
 from gateway.store.boards import RedisBoard
 from gateway.store.memory import MemoryBoard, MemoryLedger
 
@@ -142,6 +143,7 @@ class Process:
     changes: int = 0  # how often the line was told to look again
 
     def __post_init__(self) -> None:
+        self.ledger = MemoryLedger()
         shared = EmulatedBoard(
             lambda: self.machine.now, process=self.name, ttl_s=1e9, shared=self.machine.shared
         )
@@ -152,7 +154,7 @@ class Process:
             switch=self.machine,
             board=self.board or shared,
             fleet=self.machine,
-            ledger=MemoryLedger(),
+            ledger=self.ledger,
             line=self.line,
             jobs=cast(JobStore, self.machine),
             policy=lambda: POLICY,
@@ -243,6 +245,15 @@ async def test_a_process_that_stood_still_goes_on_with_the_swap_that_only_it_can
         machine.stops.set()
         await one.is_at(State.RESIDENT, "gemma")
         assert machine.orders == ["stop qwen", "start gemma"]
+
+
+async def test_a_gateway_that_ends_leaves_its_box_to_the_others_at_once() -> None:
+    machine = Machine()
+    async with at_work(Process(machine)):
+        pass
+    two = Process(machine, "two")
+    async with at_work(two):
+        await two.until(lambda: two.snapshot.is_owner)
 
 
 async def test_a_command_that_fails_is_logged_before_it_is_tried_again(
@@ -414,6 +425,45 @@ async def test_a_store_that_is_away_for_long_holds_nothing_up() -> None:
         await one.until(lambda: one.snapshot.stored["gemma"].count == 0)
         machine.is_away = False
         await one.until(lambda: one.snapshot.stored["gemma"].count == 12)
+
+
+class BoardAway:
+    """A board that does not reply while its machine's store is away."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._board = EmulatedBoard(lambda: machine.now, process="one", ttl_s=1e9, shared=machine.shared)
+
+    async def sync(self, box_id: str, *, fence: int, state: str, note: str) -> Board | None:
+        if self._machine.is_away:
+            return None
+        return await self._board.sync(box_id, fence=fence, state=state, note=note)
+
+    async def leave(self, box_id: str) -> None:
+        await self._board.leave(box_id)
+
+    async def aclose(self) -> None:
+        pass
+
+
+async def test_a_box_that_drains_serves_again_once_its_store_was_away_for_too_long() -> None:
+    machine = Machine()
+    one = Process(machine, board=BoardAway(machine))
+    await one.ledger.acquire("qwen", Load(seqs=1), Load(seqs=1))
+    async with at_work(one):
+        machine.lanes_there = [stored(4, 10.0)]
+        await one.until(lambda: one.snapshot.plan.cause is Cause.JOBS)
+        machine.now = one.snapshot.box.resident_since + 301
+        await one.is_at(State.DRAINING, "qwen")
+        await one.another_look()
+        machine.is_away = True
+        machine.now += STORE_LOST_S
+        await one.another_look()
+        await one.another_look()
+        assert (one.at, one.snapshot.is_owner) == ((State.DRAINING, "qwen"), True)
+        machine.now += 1
+        await one.is_at(State.RESIDENT, "qwen")
+        assert not one.snapshot.is_owner
 
 
 async def test_a_report_waits_for_a_store_that_is_away_without_asking_it_all_the_time(
