@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from support.redis_server import RedisServer
 from support.site import Site, simulated, site
 
 from gateway import reload
+from gateway.clock import SystemClock
 from gateway.core.health import State
 from gateway.core.values import Policy
-from gateway.settings import Settings
+from gateway.reload import Reloader
+from gateway.settings import Settings, load
 
 FLEET = {"light-0": "h100-tp1-light", "light-1": "h100-tp1-light", "light-2": "h100-tp1-light"}
 PATIENT = {"max_wait_s": 100, "ttft_target_s": 100}  # so that none of these is refused for load
@@ -335,6 +338,46 @@ async def test_a_watched_file_that_stays_away_is_told_of_once(
         away.rename(path)
         await running_site.eventually(lambda: "is in force (file)" in caplog.text)
     assert caplog.text.count("cannot be read") == 1
+
+
+class Growing(type(Path())):  # type: ignore[misc]
+    """A file that is written anew whenever it is opened, with what is left of `contents`."""
+
+    contents: list[str]
+
+    def __fspath__(self) -> str:
+        if self.contents:
+            Path(str(self)).write_text(self.contents.pop(0))
+        return str(self)
+
+
+async def test_a_watched_file_that_is_still_being_written_is_not_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reload, "LOOK_S", 0.0)
+    path = config(
+        tmp_path,
+        {"light-0": ("http://127.0.0.1:9", "h100-tp1-light")},
+        {"light": ["light-0"]},
+        yaml.safe_dump({"models": {"gemma-4": {"classes": CLASSES}}}),
+    )
+    started, growing, applied = load(path, {}), Growing(path), anyio.Event()
+    half = path.read_text() + "routing: {attempts_max: 4}\n"
+    growing.contents = [half, half + "allowed_origins: [https://a.example]\n"]
+
+    async def put_in_force() -> None:
+        applied.set()
+
+    reloader = Reloader(
+        replace(started, path=growing), {}, lambda _: put_in_force, dict, SystemClock(), lambda found: None
+    )
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(reloader.watch)
+        with anyio.fail_after(20):
+            await applied.wait()
+        tasks.cancel_scope.cancel()
+
+    assert reloader.versions[0].source.decode() == half + "allowed_origins: [https://a.example]\n"
 
 
 async def test_a_reload_for_which_no_thread_is_left_ends_nothing(
