@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,3 +66,21 @@ def test_an_ordinary_answer_is_read() -> None:
     assert answer.finish_reasons == ("stop",)
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 2)
     assert (answer.usage.cached_tokens, answer.usage.reasoning_tokens) == (1, 0)
+
+
+@pytest.mark.parametrize("more", [b'"error":{"message":"boom"}', b'"object":"error","message":"boom"'])
+def test_an_answer_that_holds_an_error_is_no_ordinary_one(more: bytes) -> None:
+    body = b'{"choices":[{"finish_reason":"stop"}],"usage":{"prompt_tokens":3},%s}' % more
+
+    answer = read_whole(body)
+
+    assert answer == read_answer(msgspec.json.decode(body))
+    assert answer is not None
+    assert answer.error is not None
+    assert answer.error.message == "boom"
+
+
+@pytest.mark.parametrize("value", [b'"\xff"', b"[" * 100_000], ids=["not-utf-8", "nested"])
+def test_an_answer_that_cannot_be_decoded_is_none(value: bytes) -> None:
+    assert read_whole(b'{"usage":%s' % value) is None
+    assert read_whole(b'{"choices":[{"finish_reason":%s' % value) is None
