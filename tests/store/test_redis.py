@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 from redis.exceptions import RedisError
 
@@ -318,6 +319,23 @@ async def test_a_task_cancelled_from_outside_leaves_nothing_for_long(store: Stor
     await ledger.sync()
 
     assert (await store.sums()).seqs == held == ledger.load("b").seqs
+
+
+async def test_a_task_that_is_cancelled_as_it_gets_its_slot_leaves_nothing(
+    store: Store, connect: Connect
+) -> None:
+    ledger = connect(store)
+    task = asyncio.get_running_loop().create_task(ledger.acquire("b", CLAIM, LIMITS))
+    await anyio.lowlevel.checkpoint()
+    (asked,) = ledger._account("b").asked
+    while not asked.outcome.done():
+        await anyio.lowlevel.checkpoint()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ledger.held()["b"] == NOTHING
+    await ledger.sync()
+    assert await store.sums() == NOTHING
 
 
 # ------------------------------------------------------------------ expiry
