@@ -34,7 +34,7 @@ class Ends(logging.Handler):
     """Collects what is said of workers that ended."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(logging.ERROR)
         self.said: list[str] = []
         self.twice = anyio.Event()
 
