@@ -3,6 +3,7 @@
 import logging
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -53,6 +54,28 @@ def script(folder: Path, *lines: str) -> str:
     return str(path)
 
 
+def never_ready(urls: tuple[str, ...]) -> None:
+    pytest.fail("nothing accepts connections")
+
+
+async def two_ends(ready: Callable[[tuple[str, ...]], None]) -> list[str]:
+    """Run one worker until it has ended twice. Return what was said of it."""
+    ends = Ends()
+    log = logging.getLogger("gateway.supervisor")
+    log.addHandler(ends)
+    try:
+        with bind("127.0.0.1", 0) as listen, anyio.fail_after(20):
+            order = Order(0, 1, "gateway.yaml", "", "info", listen.fileno(), None)
+            group = WorkerGroup(600.0, ready)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(group.run, order)
+                await ends.twice.wait()
+                await group.stop()
+    finally:
+        log.removeHandler(ends)
+    return ends.said
+
+
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
@@ -66,21 +89,8 @@ async def test_a_worker_that_ends_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str] | None, says: str
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python" if lines is None else script(tmp_path, *lines))
-    ends = Ends()
-    log = logging.getLogger("gateway.supervisor")
-    log.addHandler(ends)
-    try:
-        with bind("127.0.0.1", 0) as listen, anyio.fail_after(20):
-            order = Order(0, 1, "gateway.yaml", "", "info", listen.fileno(), None)
-            group = WorkerGroup(600.0, lambda urls: pytest.fail("nothing accepts connections"))
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(group.run, order)
-                await ends.twice.wait()
-                await group.stop()
-    finally:
-        log.removeHandler(ends)
+    first, second = await two_ends(never_ready)
 
-    first, second = ends.said
     assert re.fullmatch(rf"worker 0 ended \({says}.*\): started again in 0\.5 s", first)
     assert re.fullmatch(rf"worker 0 ended \({says}.*\): started again in 1 s", second)
 
@@ -97,7 +107,7 @@ async def test_a_configuration_that_no_worker_can_use_ends_all_of_them(
     )
     monkeypatch.setattr(sys, "executable", script(tmp_path, *lines))
     with bind("127.0.0.1", 0) as listen, anyio.fail_after(20):
-        group = WorkerGroup(600.0, lambda urls: pytest.fail("nothing accepts connections"))
+        group = WorkerGroup(600.0, never_ready)
         with pytest.raises(ConfigError, match="it is wrong"):
             await group.run(Order(0, 2, "gateway.yaml", "", "info", listen.fileno(), None))
 
@@ -113,21 +123,9 @@ async def test_a_worker_that_cannot_use_its_configuration_later_does_not_end_the
         "exit 7",
     )
     monkeypatch.setattr(sys, "executable", script(tmp_path, *lines))
-    ends = Ends()
-    log = logging.getLogger("gateway.supervisor")
-    log.addHandler(ends)
-    try:
-        with bind("127.0.0.1", 0) as listen, anyio.fail_after(20):
-            order = Order(0, 1, "gateway.yaml", "", "info", listen.fileno(), None)
-            group = WorkerGroup(600.0, lambda urls: None)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(group.run, order)
-                await ends.twice.wait()
-                await group.stop()
-    finally:
-        log.removeHandler(ends)
+    _, second = await two_ends(lambda urls: None)
 
-    assert ends.said[1] == "worker 0 ended (status 2: it is wrong): started again in 1 s"
+    assert second == "worker 0 ended (status 2: it is wrong): started again in 1 s"
 
 
 def test_how_long_workers_may_drain_can_change(tmp_path: Path) -> None:
