@@ -449,7 +449,7 @@ class JobStore(Protocol):
 
     @property
     def is_refusing(self) -> bool:
-        """Whether it answers, but has refused a command within the last minute: full, or read-only."""
+        """Whether it answers, but has refused a command within the last five minutes: full, or read-only."""
 
     async def submit(
         self, job: NewJob, quota: Quota, idempotency: Idempotency | None = None, *, replaces: bool = False

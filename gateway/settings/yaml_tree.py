@@ -182,7 +182,10 @@ class _Builder:
 
     def _scalar(self, node: yaml.Node) -> Any:
         value = self._constructed(node)
-        if type(value) is int and (octal := _OCTAL.fullmatch(node.value)):
+        if type(value) in (int, float) and ":" in node.value:
+            message = f"YAML takes {node.value} for base 60, which is {value}; write {value}, or quote a text"
+            self._tree.problems.append((_mark(node.start_mark), message))
+        elif type(value) is int and (octal := _OCTAL.fullmatch(node.value)):
             plain = octal["sign"] + octal["digits"]
             message = f"YAML takes {node.value} for octal, which is {value}; write {plain} if that is meant"
             self._tree.problems.append((_mark(node.start_mark), message))

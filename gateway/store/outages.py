@@ -15,8 +15,10 @@ log = logging.getLogger("gateway.store")
 RETRY_AFTER_S = 5.0
 """`Retry-After` for callers of a store that does not answer."""
 
-REFUSED_S = 60.0
-"""A store that has refused a command is back after this long without a refusal, if not before."""
+REFUSED_S = 300.0
+"""A store that has refused a command is back after this long without a refusal, if not before.
+
+It is much longer than the minute after which `GatewayJobsStoreAway` fires, for a site with few jobs."""
 
 
 class LoggedConnections(Connections):

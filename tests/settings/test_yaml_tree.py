@@ -47,6 +47,8 @@ def test_a_path_written_in_full_finds_its_short_form() -> None:
         pytest.param("a: 1\nb: \x00\n", "the character U+0000 is not", 2, id="a-character-yaml-has-not"),
         pytest.param("a:\n  b: 0600\n", "for octal, which is 384; write 600", 2, id="an-octal-number"),
         pytest.param("a:\n  b: [1, -010]\n", "which is -8; write -10", 2, id="a-negative-octal-number"),
+        pytest.param("a:\n  b: 1:30\n", "1:30 for base 60, which is 90; write 90, or", 2, id="minutes"),
+        pytest.param("a:\n  b: 1:30.5\n", "which is 90.5; write 90.5, or", 2, id="minutes-with-a-fraction"),
         pytest.param('a: "\\U00110000"\n', "not YAML that can be used", 1, id="an-escape-beyond-unicode"),
         pytest.param('a: "\\UFFFFFFFF"\n', "not YAML that can be used", 1, id="an-escape-beyond-numbers"),
         pytest.param('a:\n  b: "x\\0y"\n', r"can have \0 in it", 2, id="an-escape-for-the-end-of-a-text"),
