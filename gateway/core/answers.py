@@ -84,6 +84,13 @@ class UnfitAnswer(BackendError):
     """A complete answer that is not what was asked for. The backend is healthy; a retry may succeed."""
 
 
+class FewerChoices(BackendError):
+    """A complete answer with fewer choices than asked for, as of a server that ignores `n`. It is healthy."""
+
+    def __init__(self, found: int, wanted: int) -> None:
+        super().__init__(f"The backend answered with {found} of {wanted} choices: it may not support more.")
+
+
 def read_error(body: bytes) -> BackendError:
     """Parse an error body; one without a recognizable error yields a generic description.
 
@@ -181,9 +188,10 @@ class Answer:
             return self.error
         if ABORTED in self.finish_reasons:
             return BackendError("The engine aborted the request: it is stopping.", code=ABORTED)
-        if len(self.finish_reasons) < choices or None in self.finish_reasons:
+        if not self.finish_reasons or None in self.finish_reasons:
             return BackendError("The answer is incomplete.")
-        return None
+        found = len(self.finish_reasons)
+        return FewerChoices(found, choices) if found < choices else None
 
 
 def read_answer(decoded: object) -> Answer | None:

@@ -37,6 +37,7 @@
         UpstreamFailed          502 server_error / upstream_failed
           UpstreamLost            the same: the connection broke before any answer
         AnswerUnfit             502 server_error / tool_arguments_invalid, ...  whole, but not as asked for
+        ChoicesMissing          502 server_error / choices_missing      it cannot do that many: final
         JobPoisoned             502 server_error / job_poisoned  several failed at it, one after the other
         UpstreamBusy            503 server_error / upstream_busy          it refused for load, or is draining
         StreamBroken            after the first byte: written as an SSE `error` event, never raised to HTTP
@@ -345,6 +346,16 @@ class UpstreamLost(UpstreamFailed):
 
 class AnswerUnfit(UpstreamError):
     """The backend's answer is not what was asked for. The code says what is wrong."""
+
+
+class ChoicesMissing(UpstreamError):
+    """The backend answered with fewer choices than asked for. SDKs are told not to retry."""
+
+    code = "choices_missing"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.headers = ((b"x-should-retry", b"false"),)
 
 
 class JobPoisoned(UpstreamError):

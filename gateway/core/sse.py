@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from gateway.core.answers import ABORTED, BackendError, error_of, usage_of
+from gateway.core.answers import ABORTED, BackendError, FewerChoices, error_of, usage_of
 from gateway.core.event_template import EventTemplate
 from gateway.core.naming import ModelNames
 from gateway.core.usage import Usage
@@ -189,7 +189,8 @@ class StreamReader:
                 continue
             if payload == b"[DONE]":
                 if not self.is_complete:
-                    self.fault = _UNFINISHED
+                    found, wanted = len(self._finished), self._unfinished
+                    self.fault = FewerChoices(found, wanted) if found else _UNFINISHED
                     return
                 self._done = True
                 yield DONE

@@ -13,9 +13,10 @@ import anyio
 import msgspec
 
 from gateway.core import answers, quirks
-from gateway.core.answers import ABORTED, BackendError, UnfitAnswer
+from gateway.core.answers import ABORTED, BackendError, FewerChoices, UnfitAnswer
 from gateway.core.errors import (
     AnswerUnfit,
+    ChoicesMissing,
     Draining,
     GatewayError,
     OutOfResources,
@@ -428,10 +429,12 @@ class Attempt:
 
     def _faulty(self, fault: BackendError) -> GatewayError:
         """Return the error for a 200 response that is invalid, or does not match the request."""
-        if isinstance(fault, UnfitAnswer):
+        if isinstance(fault, FewerChoices | UnfitAnswer):
             self._outcome = Outcome.UNFIT
             if self._context.is_answered:
                 return StreamBroken(fault.message)
+            if isinstance(fault, FewerChoices):
+                return ChoicesMissing(fault.message)
             return AnswerUnfit(fault.message, code=fault.code)
         self._detail = fault.gist or "status 200, but an error or an invalid answer"
         self._context.crashes += fault.is_crash

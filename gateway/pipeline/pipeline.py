@@ -174,7 +174,7 @@ class Pipeline:
         except GatewayError as error:
             context.status, context.error_code = error.http_status, error.code
             context.ending = _ending_of(error)
-            error.headers = tuple(context.headers())
+            error.headers = (*context.headers(), *error.headers)
             raise
         except (anyio.get_cancelled_exc_class(), CallerStalled, OSError):
             self._note_cancelled(context)

@@ -3,7 +3,7 @@
 Three loops run per backend, each with at most one probe in progress, so that a slow answer to one does not
 delay another, and a slow backend is not probed faster than it answers:
 
-    /health                    each interval    may requests be sent?
+    /health                    each interval    may requests be sent? (/v1/models, if there is no such path)
     /metrics                   each interval    running, waiting, KV usage; hangs; restarts
     /v1/models and /version    at first contact, after a restart or a fault, and occasionally
 
@@ -403,8 +403,21 @@ async def _health(asker: _Asker, timeout_s: float) -> ProbeOk | ProbeFailed:
     try:
         await asker.get("/health", timeout_s)
     except _Unexpected as error:
+        if error.status in _NO_SUCH_PATH:
+            return await _listing(asker, timeout_s, f"/health: {error.detail}")
         detail = f"/health: {error.detail}" if error.kind is ProbeFault.STATUS else error.detail
         return ProbeFailed(error.kind, detail)
+    return ProbeOk()
+
+
+async def _listing(asker: _Asker, timeout_s: float, before: str) -> ProbeOk | ProbeFailed:
+    """Ask a server without /health, such as Ollama, whether it lists its models."""
+    try:
+        _read_models(await asker.get("/v1/models", timeout_s), None)
+    except _Unexpected as error:
+        return ProbeFailed(error.kind, f"{before}, /v1/models: {error.detail}")
+    except (ValueError, RecursionError):
+        return ProbeFailed(ProbeFault.STATUS, f"{before}, /v1/models: no list of models")
     return ProbeOk()
 
 
@@ -443,12 +456,12 @@ async def _version(asker: _Asker, rules: HealthRules) -> str | None:
 def _read_models(body: bytes, wanted: str | None) -> tuple[tuple[str, ...], int | None]:
     """Return the served names, and the window of `wanted`; None: of the first model. Raises ValueError."""
     document = json.loads(body)
-    entries = document.get("data") if isinstance(document, dict) else None
-    if not isinstance(entries, list):
+    entries = document.get("data", False) if isinstance(document, dict) else False
+    if entries is not None and not isinstance(entries, list):
         raise ValueError
     windows = {
         entry["id"]: entry.get("max_model_len") or _slot_tokens(entry.get("meta"))
-        for entry in entries
+        for entry in entries or ()  # None: Ollama has no model
         if isinstance(entry, dict) and isinstance(entry.get("id"), str)
     }
     window = windows.get(wanted) if wanted is not None else next(iter(windows.values()), None)

@@ -130,6 +130,7 @@ def test_content_is_what_the_model_said(first: bytes, has_content: bool) -> None
             [STREAM[: STREAM.rindex(b"data:")]], "ended before it was finished", id="clean-end-without-finish"
         ),
         pytest.param([ROLE, DONE], "ended before it was finished", id="done-without-finish"),
+        pytest.param([ROLE, delta("x"), DONE], "ended before it was finished", id="done-in-the-middle"),
         pytest.param([STREAM, b'data: {"choices"'], "an invalid event", id="cut-inside-an-event"),
         pytest.param([], "ended before it was finished", id="nothing-at-all"),
         pytest.param([ROLE, b"data: <html>\n\n"], "an invalid event", id="garbage-before-content"),

@@ -29,6 +29,7 @@ from gateway.core import admission
 from gateway.core.answers import MESSAGE_CHARS_MAX
 from gateway.core.errors import (
     BackendRejected,
+    ChoicesMissing,
     ContextExceeded,
     Draining,
     GatewayError,
@@ -381,6 +382,37 @@ async def test_the_only_backend_is_not_asked_twice(world: World) -> None:
     assert caught.value.http_status == 503
     assert caught.value.retry_after_s == 1
     assert len(world.upstream.targets) == 1
+
+
+async def test_a_backend_that_answers_with_fewer_choices_is_no_worse_for_it(world: World) -> None:
+    both = WHOLE.replace(b'"choices": [', b'"choices": [{"finish_reason": "stop"},')
+    world.answers(light_0=Script([WHOLE]), light_1=Script([both]))
+
+    caller = await world.run(world.request(stream=False, choices=2))
+
+    assert caller.headers["x-gateway-backend"] == "light-1"
+    assert world.fleet.reports == [("light-0", Outcome.UNFIT), ("light-1", Outcome.OK)]
+
+
+async def test_an_answer_with_fewer_choices_is_not_asked_for_again(world: World) -> None:
+    world.estimates.tokens = 20_000
+    world.answers(push=Script([WHOLE]))
+
+    with pytest.raises(ChoicesMissing, match="with 1 of 2 choices") as caught:
+        await world.run(world.request(stream=False, choices=2))
+
+    assert (caught.value.http_status, caught.value.code) == (502, "choices_missing")
+    assert {(b"x-should-retry", b"false"), (b"x-gateway-backend", b"push")} <= {*caught.value.headers}
+    assert len(world.upstream.targets) == 1
+
+
+async def test_a_stream_with_fewer_choices_ends_with_an_error(world: World) -> None:
+    world.answers(light_0=Script([ROLE + HELLO, STOP, DONE]))
+
+    caller = await world.run(world.request(choices=2))
+
+    assert b"with 1 of 2 choices" in caller.body.split(b"\n\n")[-3]
+    assert world.fleet.reports == [("light-0", Outcome.UNFIT)]
 
 
 async def test_a_backends_verdict_on_the_content_is_final(world: World) -> None:

@@ -239,9 +239,10 @@ async def test_no_answer_in_time_is_a_failed_probe(clock: Clock, fake_engine: En
     [
         ((503, b""), "/health: HTTP 503"),
         ((302, b""), "/health: HTTP 302"),
+        ((500, b""), "/health: HTTP 500"),
         ((200, b"x" * 4_000_001), "more than 4000000 bytes"),
     ],
-    ids=["dead-engine", "login-page", "endless"],
+    ids=["dead-engine", "login-page", "broken", "endless"],
 )
 async def test_an_answer_that_is_no_health(
     reply: tuple[int, bytes], detail: str, clock: Clock, fake_engine: Engines
@@ -251,6 +252,35 @@ async def test_an_answer_that_is_no_health(
         async with probing(watch(clock, engine)) as fleet:
             await fleet.wait_for(is_(State.BOOTING))
             assert fleet.statuses()["a"].last_error == f"probe: {detail}"
+
+
+@pytest.mark.parametrize("status", [404, 405, 501])
+async def test_a_server_without_health_is_well_while_it_lists_its_models(
+    status: int, clock: Clock, fake_engine: Engines
+) -> None:
+    async with fake_engine() as engine:
+        engine.api_key, engine.replies["/health"] = "k", (status, b"404 page not found")
+        async with probing(watch(clock, engine, secrets={"a": "k"})) as fleet:
+            await fleet.wait_for(is_(State.UP))
+            engine.replies["/v1/models"] = (503, b"")
+            await fleet.wait_for(is_(State.EJECTED))
+            del engine.replies["/v1/models"]
+            await fleet.wait_for(is_(State.PROBATION))
+
+
+@pytest.mark.parametrize(
+    ("reply", "detail"),
+    [((404, b""), "HTTP 404"), ((200, b"<html>"), "no list of models"), ((200, b"{}"), "no list of models")],
+    ids=["nothing-there", "a-web-page", "another-api"],
+)
+async def test_a_server_with_neither_health_nor_models_is_no_backend(
+    reply: tuple[int, bytes], detail: str, clock: Clock, fake_engine: Engines
+) -> None:
+    async with fake_engine() as engine:
+        engine.replies.update({"/health": (404, b""), "/v1/models": reply})
+        async with probing(watch(clock, engine)) as fleet:
+            await fleet.wait_for(is_(State.BOOTING))
+            assert fleet.statuses()["a"].last_error == f"probe: /health: HTTP 404, /v1/models: {detail}"
 
 
 @pytest.mark.parametrize(
@@ -294,12 +324,21 @@ async def test_metrics_that_are_missing_are_said_and_cost_nothing_else(
     [
         (b'{"data":[{"id":"qwen","max_model_len":8192}]}', ("qwen",), "serves qwen, not gemma"),
         (b'{"data":[]}', (), "serves nothing, not gemma"),
+        (b'{"object":"list","data":null}', (), "serves nothing, not gemma"),
         (b"[1]", (), "cannot tell what it serves: /v1/models: no list of models"),
         (b"\xff", (), "cannot tell what it serves: /v1/models: no list of models"),
         (b"[" * 100_000, (), "cannot tell what it serves: /v1/models: no list of models"),
         (b'{"data":[7,{"id":7}]}', (), "serves nothing, not gemma"),
     ],
-    ids=["another-model", "no-model", "no-object", "no-json", "nested-without-end", "odd-entries"],
+    ids=[
+        "another-model",
+        "no-model",
+        "no-model-of-ollama",
+        "no-object",
+        "no-json",
+        "nested-without-end",
+        "odd-entries",
+    ],
 )
 async def test_a_list_of_models_that_is_wrong_is_said(
     body: bytes, served: tuple[str, ...], error: str, clock: Clock, fake_engine: Engines
