@@ -17,7 +17,7 @@ import rich_click as click
 from click.core import ParameterSource
 
 from gateway import __version__, standard_streams
-from gateway.command_options import CONFIG_ENV, config_option, json_option
+from gateway.command_options import CONFIG_ENV, config_file, config_option, json_option
 from gateway.core.errors import ConfigError, GatewayError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 @main.command()
-@config_option()
+@config_file
 @log_level_option
 @click.option(
     "--workers",
@@ -92,7 +92,7 @@ def serve(config: Path, log_level: str, workers: int) -> None:
 
 
 @main.command()
-@config_option()
+@config_file
 @log_level_option
 @click.option("--admin", metavar="HOST:PORT", help="Admin port, overriding `admin` in the file.")
 def worker(config: Path, log_level: str, admin: str | None) -> None:
@@ -119,20 +119,13 @@ def _hear_early_signals() -> None:
 
 
 @main.command()
-@click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
-@config_option("Another way to name the file.", required=False)
+@config_file
 @json_option
-@click.pass_context
-def check(context: click.Context, file: Path | None, config: Path | None, as_json: bool) -> None:
+def check(config: Path, as_json: bool) -> None:
     """Report all errors and warnings in a configuration file, with line numbers and suggestions."""
     from gateway import settings
 
-    chosen = file or config
-    if file is not None and context.get_parameter_source("config") is ParameterSource.COMMANDLINE:
-        raise click.UsageError("Two configurations are given: name one.")
-    if chosen is None:
-        raise click.UsageError(f"No configuration is given: name its FILE, or set {CONFIG_ENV}.")
-    report = settings.check(chosen)
+    report = settings.check(config)
     warnings = (*report.warnings, *_vocabulary_faults(report.settings))
     if as_json:
         found = {

@@ -1,10 +1,12 @@
 """Options shared by several commands."""
 
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
 import rich_click as click
+from click.core import ParameterSource
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,3 +26,21 @@ def config_option(help: str = "The configuration file.", *, required: bool = Tru
         required=required,
         help=help,
     )
+
+
+def config_file(command: Callable[..., None]) -> Callable[..., None]:
+    """Let `command` take its `config` as the argument FILE, by option, or from the variable CONFIG_ENV."""
+
+    @click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
+    @config_option("The configuration file, instead of FILE.", required=False)
+    @click.pass_context
+    @wraps(command)
+    def run(context: click.RichContext, /, file: Path | None, config: Path | None, **options: Any) -> None:
+        if file is not None and context.get_parameter_source("config") is ParameterSource.COMMANDLINE:
+            raise click.UsageError("Two configurations are given: name one.")
+        chosen = file or config
+        if chosen is None:
+            raise click.UsageError(f"No configuration is given: name its FILE, or set {CONFIG_ENV}.")
+        command(config=chosen, **options)
+
+    return run

@@ -80,12 +80,13 @@ def test_check_of_a_good_file(words: list[str]) -> None:
     assert result.output.endswith("ok\n")
 
 
+@pytest.mark.parametrize("command", ["check", "serve", "worker"])
 @pytest.mark.parametrize(
     ("words", "said"),
     [([], "No configuration is given"), ([DEMO, "-c", DEMO], "Two configurations are given")],
 )
-def test_check_wants_one_file(words: list[str], said: str) -> None:
-    result = run("check", *words)
+def test_one_file_is_wanted(command: str, words: list[str], said: str) -> None:
+    result = run(command, *words)
 
     assert result.exit_code == 2
     assert said in result.output
@@ -119,7 +120,9 @@ def test_check_says_everything_at_once(tmp_path: Path) -> None:
     assert result.output.count("error") >= 3
 
 
-@pytest.mark.parametrize("command", [["serve", "--config"], ["explain", "-", "--config"], ["check"]])
+@pytest.mark.parametrize(
+    "command", [["serve", "--config"], ["serve"], ["worker"], ["explain", "-", "--config"], ["check"]]
+)
 def test_a_configuration_that_cannot_be_used_is_2(tmp_path: Path, command: list[str]) -> None:
     result = run(*command, str(tmp_path / "none.yaml"), stdin="{}")
 

@@ -32,7 +32,7 @@ def test_these_are_the_commands_of_the_readme() -> None:
         "pip install . && gemma-gateway demo",
         "pip install '.[test]' && pytest",
         "gemma-gateway check config/mixed-fleet.yaml",
-        "gemma-gateway serve --config config/mixed-fleet.yaml",
+        "gemma-gateway serve config/mixed-fleet.yaml",
         "gemma-gateway vocab build tokenizer.json -o gemma4.tiktoken",
         'echo \'{"model": "gemma-4", "messages": [{"role": "user", "content": "Why is the sky blue?"}]}\''
         " > request.json",
@@ -64,7 +64,7 @@ async def test_serve(tmp_path: Path) -> None:
     file = tmp_path / "mixed-fleet.yaml"
     shipped = (ROOT / "config" / "mixed-fleet.yaml").read_text()
     file.write_text(re.sub(r"^(listen|admin): \S+", r"\1: 127.0.0.1:0", shipped, flags=re.MULTILINE))
-    async with running("serve", "--config", str(file)) as gateway:
+    async with running("serve", str(file)) as gateway:
         url = (await gateway.wait_for(r"serves (http://\S+)/v1"))[1]
         async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
             assert "gemma-4" in (await client.get("/v1/models")).text
