@@ -119,10 +119,15 @@ class StreamReader:
         # The last event may lack its terminating blank line.
         owed = b"".join(self._inspect(rest.rstrip() + b"\n\n", parse=True)) if rest.strip() else b""
         if self.fault is None and not self.is_complete:
-            self.fault = _UNFINISHED
+            self.fault = self._missing()
         if self.fault is not None:
             return b""
         return owed if self._done else owed + DONE
+
+    def _missing(self) -> BackendError:
+        """Return what is wrong with an answer that ends before it is complete."""
+        found = len(self._finished)
+        return FewerChoices(found, self._unfinished) if found else _UNFINISHED
 
     def _says_nothing(self, event: bytes) -> bool:
         """Return whether `event`, received after the first content, is one event that needs no parsing.
@@ -189,8 +194,7 @@ class StreamReader:
                 continue
             if payload == b"[DONE]":
                 if not self.is_complete:
-                    found, wanted = len(self._finished), self._unfinished
-                    self.fault = FewerChoices(found, wanted) if found else _UNFINISHED
+                    self.fault = self._missing()
                     return
                 self._done = True
                 yield DONE

@@ -9,6 +9,7 @@ QUIRKS: Mapping[str, str] = {
     "images_may_oom": "Images can run out of memory at utilisation 0.94; serve them at 0.92 or less.",
     "kv_over_reported": "The engine may report more KV than it has and run out under load (vLLM #50159).",
     "long_prefill_stalls": "A long prefill stalls every stream on the server for the length of its chunk.",
+    "max_completion_tokens_ignored": "`max_completion_tokens` is ignored; `max_tokens` is not.",
     "no_reasoning_parser": "The recipe sets no reasoning parser: thoughts arrive inside the content.",
     "null_reasoning_content": "`reasoning_content` is always null (vLLM #38855).",
     "nvfp4_load_fails": "NVFP4 checkpoints fail to load on vLLM 0.23.1rc1 and 0.24.0 (#45543, #48238).",

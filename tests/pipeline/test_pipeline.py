@@ -406,8 +406,9 @@ async def test_an_answer_with_fewer_choices_is_not_asked_for_again(world: World)
     assert len(world.upstream.targets) == 1
 
 
-async def test_a_stream_with_fewer_choices_ends_with_an_error(world: World) -> None:
-    world.answers(light_0=Script([ROLE + HELLO, STOP, DONE]))
+@pytest.mark.parametrize("end", [[STOP, DONE], [STOP]], ids=["done", "without-done"])
+async def test_a_stream_with_fewer_choices_ends_with_an_error(world: World, end: list[bytes]) -> None:
+    world.answers(light_0=Script([ROLE + HELLO, *end]))
 
     caller = await world.run(world.request(choices=2))
 

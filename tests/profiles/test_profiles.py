@@ -34,7 +34,7 @@ def test_the_ten_systems_ship_and_one_profile_for_any_other() -> None:
 def test_what_nobody_has_published_is_called_a_guess() -> None:
     profile = profiles.load(GENERIC)
     assert {told.basis for told in profile.provenance.values()} == {Basis.GUESSED}
-    assert profile.quirks == ()
+    assert profile.quirks == ("max_completion_tokens_ignored",)
     assert profile.capacity.kv_blocks is None
 
 

@@ -6,6 +6,7 @@ from gateway.core.kept import kept
 from gateway.core.quirks import (
     channels,
     context_buckets,
+    output_limit,
     thinking_default,
     tool_arguments,
     tool_choice,
@@ -20,6 +21,7 @@ WORKAROUNDS: Mapping[str, Workaround] = {
     # First, because it decides whether the backend is asked for a stream.
     "tool_markup_leaks": tool_markup.WORKAROUND,
     "thinking_default_differs": thinking_default.WORKAROUND,
+    "max_completion_tokens_ignored": output_limit.WORKAROUND,
     "null_reasoning_content": channels.NULL_REASONING,
     "no_reasoning_parser": channels.NO_PARSER,
     "stale_chat_template": channels.STALE_TEMPLATE,
