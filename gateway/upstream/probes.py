@@ -55,15 +55,13 @@ from gateway.core.values import Backend
 from gateway.ports import Clock
 from gateway.upstream import backend_clients, exposition
 from gateway.upstream.direct import DirectClient
-from gateway.upstream.transport import causes, tls_fault
+from gateway.upstream.transport import NO_SUCH_PATH, causes, tls_fault
 
 PAGE_BYTES_MAX = 4_000_000
 """Maximum bytes read from a probe's answer. A metrics page of vLLM 0.32 has 72 KB."""
 
 STALE_S = 10.0
 """Older engine metrics say nothing about what the engine does now."""
-
-_NO_SUCH_PATH = frozenset({404, 405, 501})
 
 HURRY_S = 0.2
 """How long probes in progress may continue when probing ends."""
@@ -403,7 +401,7 @@ async def _health(asker: _Asker, timeout_s: float) -> ProbeOk | ProbeFailed:
     try:
         await asker.get("/health", timeout_s)
     except _Unexpected as error:
-        if error.status in _NO_SUCH_PATH:
+        if error.status in NO_SUCH_PATH:
             return await _listing(asker, timeout_s, f"/health: {error.detail}")
         detail = f"/health: {error.detail}" if error.kind is ProbeFault.STATUS else error.detail
         return ProbeFailed(error.kind, detail)
@@ -448,7 +446,7 @@ async def _version(asker: _Asker, rules: HealthRules) -> str | None:
     try:
         return _read_version(await asker.get("/version", rules.scrape_timeout_s))
     except _Unexpected as error:
-        return "" if error.status in _NO_SUCH_PATH else None  # other engines do not have it
+        return "" if error.status in NO_SUCH_PATH else None  # other engines do not have it
     except (ValueError, RecursionError):
         return ""
 

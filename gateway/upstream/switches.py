@@ -25,7 +25,7 @@ from gateway.core.values import Backend
 from gateway.events import about
 from gateway.upstream import commands
 from gateway.upstream.commands import Command
-from gateway.upstream.transport import Transport, is_refused, tls_fault
+from gateway.upstream.transport import NO_SUCH_PATH, Transport, is_refused, tls_fault
 
 log = logging.getLogger("gateway.boxes")
 
@@ -108,7 +108,11 @@ class Member:
 
 
 class _Failed(Exception):
-    """A request failed. The message never contains headers or bodies."""
+    """A request failed, with `status` if there was one. The message never contains headers or bodies."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class BoxSwitch:
@@ -131,7 +135,7 @@ class BoxSwitch:
         try:
             if isinstance(member.way, BySleep):
                 return json.loads(await _of(member, "GET", "/is_sleeping", IS_IN_S))["is_sleeping"] is False
-            await _of(member, "GET", "/health", IS_IN_S)
+            await _well(member)
         except (_Failed, ValueError, RecursionError, KeyError, TypeError):
             return False
         return True
@@ -234,6 +238,16 @@ async def _wake_up(member: Member, level: int, timeout_s: float) -> str:
 # ------------------------------------------------------------------ requests
 
 
+async def _well(member: Member) -> None:
+    """Return if a server is well: it says so or, if it has no /health, it has a model. Raises _Failed."""
+    try:
+        await _of(member, "GET", "/health", IS_IN_S)
+    except _Failed as failure:
+        if failure.status not in NO_SUCH_PATH:
+            raise
+        await _served(member)
+
+
 async def _is_closed(member: Member) -> bool:
     """Return whether nothing listens on a server's port."""
     try:
@@ -287,7 +301,7 @@ async def _exchange(
                 client.stream(method, url, headers=own, content=content) as response,
             ):
                 if not 200 <= response.status_code < 300:
-                    raise _Failed(f"HTTP {response.status_code}")
+                    raise _Failed(f"HTTP {response.status_code}", response.status_code)
                 async for part in response.aiter_raw():
                     body += part
                     if len(body) > ANSWER_BYTES_MAX:

@@ -7,6 +7,9 @@ from typing import cast
 
 import httpx
 
+NO_SUCH_PATH = frozenset({404, 405, 501})
+"""Statuses with which a server says that it does not have a path."""
+
 
 class Transport(httpx.AsyncHTTPTransport):
     """httpx's transport, with two more errors mapped to httpx exceptions, and the system's certificates.

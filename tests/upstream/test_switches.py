@@ -157,6 +157,24 @@ async def test_who_sleeps_is_not_in(said: bytes, expected: bool) -> None:
         assert await switch(member(BySleep(), server.url)).is_resident("qwen") is expected
 
 
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        pytest.param([answer("200 OK")], True, id="well"),
+        pytest.param([answer("503 Loading")], False, id="not-well"),
+        pytest.param(
+            [answer("404 Not Found"), answer("200 OK", b'{"data":[{"id":"qwen"}]}')], True, id="lists"
+        ),
+        pytest.param([answer("404 Not Found"), answer("200 OK", b'{"data":[]}')], False, id="has-none"),
+        pytest.param([answer("404 Not Found"), answer("503 Loading")], False, id="cannot-list"),
+    ],
+)
+async def test_who_is_well_or_has_no_health_but_a_model_is_in(answers: list[bytes], expected: bool) -> None:
+    async with answering(*answers) as server:
+        assert await switch(member(by_request(NOWHERE), server.url)).is_resident("qwen") is expected
+        assert asked(server) == ["GET /health", "GET /v1/models"][: len(answers)]
+
+
 async def test_the_canary_is_asked_with_the_servers_own_key_and_its_answer_judged() -> None:
     way = ByCommand(Command(["true"]), Command(["true"]))
     async with answering(says("It is 42.")) as server:
