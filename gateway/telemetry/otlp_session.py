@@ -2,8 +2,10 @@
 
 import os
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
+from requests.utils import select_proxy
 
 _EXPORTER = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_"
 
@@ -13,14 +15,26 @@ def session() -> requests.Session | None:
 
     Without it, exporters count everything below 400 as accepted, although a redirect has stored nothing.
 
+    It uses a proxy that the environment names. The reason of an error then names the proxy, whose own
+    answer it may be.
+
     None if the environment names a credential provider: it brings the exporter's session, which a session
     given here would replace.
     """
     if any(name.startswith(_EXPORTER) and name.endswith("_CREDENTIAL_PROVIDER") for name in os.environ):
         return None
     made = requests.Session()
-    made.hooks["response"].append(_refuse_redirect)
+    made.hooks["response"] += [_name_proxy, _refuse_redirect]
     return made
+
+
+def _name_proxy(
+    response: requests.Response, *_: Any, proxies: dict[str, str] | None = None, **__: Any
+) -> None:
+    proxy = select_proxy(response.url, proxies)
+    if proxy and response.status_code >= 400:
+        where = urlsplit(proxy if "//" in proxy else f"//{proxy}").netloc.rpartition("@")[2]
+        response.reason = f"{response.reason}, through the proxy {where}"
 
 
 def _refuse_redirect(response: requests.Response, *_: Any, **__: Any) -> None:

@@ -108,6 +108,27 @@ async def test_spans_that_are_not_taken_are_one_line_until_they_are(caplog: pyte
     assert "Wrong Door" in caplog.text
 
 
+async def test_an_error_that_may_be_a_proxys_names_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def answer(stream: SocketStream, number: int) -> None:
+        await stream.send(b"HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\n\r\n")
+
+    async with raw_server(answer) as proxy:
+        address = proxy.url.removeprefix("http://")
+        monkeypatch.setenv("http_proxy", f"http://user:secret@{address}")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        for url in ("http://collector.internal:4318", proxy.url):
+            sender = Sender(url, {})
+            await anyio.to_thread.run_sync(sender.export, [])
+            await anyio.to_thread.run_sync(sender.shutdown)
+
+    through, straight = (record.getMessage() for record in caplog.records)
+    assert f"Forbidden, through the proxy {address}" in through
+    assert "secret" not in through
+    assert "proxy" not in straight
+
+
 @pytest.mark.parametrize("status", [b"302 Found", b"308 Permanent Redirect"])
 async def test_a_redirect_is_not_taken_for_success(status: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def answer(stream: SocketStream, number: int) -> None:
