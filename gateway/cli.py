@@ -126,7 +126,7 @@ def check(config: Path, as_json: bool) -> None:
     from gateway import settings
 
     report = settings.check(config)
-    warnings = (*report.warnings, *_vocabulary_faults(report.settings))
+    warnings = (*report.warnings, *_vocabulary_faults(report.settings), *_store_faults(report.settings))
     if as_json:
         found = {
             "ok": report.ok,
@@ -156,6 +156,18 @@ def _vocabulary_faults(settings: "Settings | None") -> "Iterator[Problem]":
         vocab.load(settings.vocab)
     except ConfigError as error:
         yield settings.problem(("tokenizer", "vocab"), str(error))
+
+
+def _store_faults(settings: "Settings | None") -> "Iterator[Problem]":
+    """Yield why the options in the URL of a configuration's store cannot be used."""
+    if settings is None or settings.store is None:
+        return
+    from gateway.store import connections
+
+    try:
+        connections.validate(settings.store.url)
+    except ConfigError as error:
+        yield settings.problem(("store", "url"), str(error))
 
 
 @main.command()

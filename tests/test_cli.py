@@ -109,6 +109,18 @@ def test_check_looks_into_the_vocabulary(is_one: bool, tmp_path: Path) -> None:
     assert (f"gateway.yaml:{line}:" in result.output) is not is_one
 
 
+def test_check_looks_into_the_options_of_the_store(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    demo = Path(DEMO).read_text()
+    assert "store:" not in demo
+    file.write_text(demo + "\nstore: {url: 'rediss://:secret@127.0.0.1:1?ssl_ca_cert=ca.pem'}\n")
+
+    result = run("check", str(file))
+
+    assert "store.url: an option in it is not understood" in result.output
+    assert "secret" not in result.output
+
+
 def test_check_says_everything_at_once(tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text("listen: 127.0.0.1:0\nlisten_to: x\nbackends: {}\n")

@@ -7,7 +7,7 @@ from enum import Enum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from gateway import profiles
 from gateway.core.box import BoxRules
@@ -505,6 +505,9 @@ class Settings:
             for key, one in (("ca_file", replace(tls, cert_file=None, key_file=None)), ("cert_file", own)):
                 if fault := _tls_fault(one):
                     yield self.problem(("backends", name, "tls", key), fault)
+        if self.store is not None:
+            for fault in _store_faults(self.store.url):
+                yield self.problem(("store", "url"), fault)
         if self.jobs_folder is not None and self.jobs is not None and _is_homeless(self.jobs.data_dir):
             yield self.problem(
                 ("jobs", "data_dir"), f"there is no home directory {Path(self.jobs.data_dir).parts[0]}"
@@ -620,6 +623,24 @@ def _tls_fault(tls: BackendTls) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def _store_faults(url: str) -> Iterator[str]:
+    """Yield what is wrong with the TLS files in the options of a store's URL."""
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query)) if parts.scheme == "rediss" else {}
+    files = {
+        option: Path(options[option])
+        for option in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+        if option in options
+    }
+    for option, file in files.items():
+        if not file.is_file():
+            yield f"{option}: there is no file {file.absolute()}"
+    own = BackendTls(None, True, files.get("ssl_certfile"), files.get("ssl_keyfile"))
+    for tls in (BackendTls(files.get("ssl_ca_certs"), True), own):
+        if "ssl_password" not in options and (fault := _tls_fault(tls)):
+            yield fault
 
 
 def _read_all(secret: SecretRef, environ: Mapping[str, str]) -> tuple[bytes, ...]:

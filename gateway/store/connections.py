@@ -156,6 +156,15 @@ class Connections:
             await self.bounded(self.redis.aclose)
 
 
+def validate(url: str) -> None:
+    """Check the options in a URL, without connecting.
+
+    Raises:
+        ConfigError: an option is unknown, or has an invalid value.
+    """
+    _pool(url, {})
+
+
 def text_of(error: BaseException) -> str:
     """Return what an error says, and of which kind it is."""
     return f"{type(error).__name__}: {error}"

@@ -566,6 +566,30 @@ def test_tls(loaded: Load, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param("ssl_ca_certs={ca}&ssl_certfile={own}&ssl_keyfile={key}", None, id="usable"),
+        pytest.param("ssl_ca_certs={ca}.old", "ssl_ca_certs: there is no file .*/ca.pem.old", id="missing"),
+        pytest.param("ssl_ca_certs={key}", ".*key.pem holds no certificates", id="no-certificates"),
+        pytest.param("ssl_certfile={ca}&ssl_keyfile={key}", ".*is no certificate with its key", id="key"),
+        pytest.param("ssl_certfile={ca}&ssl_keyfile={key}&ssl_password=x", None, id="maybe-encrypted"),
+    ],
+)
+def test_tls_files_of_the_store(
+    loaded: Load, plain: str, tmp_path: Path, options: str, message: str | None
+) -> None:
+    (tmp_path / "other").mkdir()
+    ca, own = self_signed(tmp_path / "other", "localhost")[0], self_signed(tmp_path, "localhost")
+    names = {"ca": ca.rename(tmp_path / "ca.pem"), "own": own[0], "key": own[1].rename(tmp_path / "key.pem")}
+    settings = loaded(plain + f"store: {{url: 'rediss://:pass@store:1?{options.format(**names)}'}}\n")
+
+    found = [one.message for one in settings.unmet({})]
+
+    assert len(found) == (message is not None)
+    assert message is None or re.match(message, found[0])
+
+
+@pytest.mark.parametrize(
     ("written", "lacking"),
     [
         ("decisions: {file: ~nobody-here/d.jsonl}\n", "there is no folder %s/~nobody-here"),
