@@ -93,15 +93,19 @@ class BlockingOutput(LogOutput):
     def __init__(self, stream: TextIO) -> None:
         """Write to `stream`."""
         self._stream = stream
+        self._begin = ""  # a line break after a failure, which may have cut off a line
 
     def write(self, lines: Sequence[str]) -> None:
         """See `LogOutput.write`."""
         try:
             if lines:
-                self._stream.write("".join(lines))
+                self._stream.write(self._begin + "".join(lines))
             self._stream.flush()
         except (OSError, ValueError):  # a full disk, a closed terminal
             self.dropped += len(lines)
+            self._begin = "\n"
+        else:
+            self._begin = ""
 
     def close(self) -> None:
         """See `LogOutput.close`. The stream itself is not closed."""

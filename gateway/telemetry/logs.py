@@ -44,6 +44,7 @@ _ONE_EACH = frozenset(
     {
         *("request", "request_queued", "job_ended", "batch_ended", "config_change"),
         *("operator_cancelled_job", "operator_retried_job"),
+        "log_lines_dropped",  # as often as `LOOK_S` allows
     }
 )
 
@@ -300,13 +301,15 @@ class _Lines(logging.Handler):
         self.flush()
         if self.output.is_behind:
             return False
-        if lines := self.output.dropped - self._told_of:
-            self._told_of = self.output.dropped
+        before = self.output.dropped
+        if lines := before - self._told_of:
             log.warning(
                 "%d log lines could not be written",
                 lines,
                 extra=about("log_lines_dropped", lines=lines),
             )
+            # If the report is dropped too, it is made again, and is not one of the lines that are missing.
+            self._told_of += (self.output.dropped - before) or lines
         return True
 
     def _write(self, *lines: str) -> None:

@@ -1,15 +1,16 @@
 """Log lines go to real pipes, sockets and files: nobody waits for a reader, and what is lost is counted."""
 
 import asyncio
+import errno
 import logging
 import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from io import StringIO
+from io import StringIO, TextIOBase
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 import pytest
 from support.loops import on_both_loops
@@ -171,6 +172,35 @@ def test_a_file_is_written_to_as_usual(tmp_path: Path) -> None:
     assert (output.dropped, output.is_behind) == (1, False)
 
 
+class Disk(TextIOBase):
+    """A file on a disk with this much room, on which a line may end in the middle."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.text = room, ""
+
+    def write(self, text: str) -> int:
+        taken, self.room = text[: self.room], max(0, self.room - len(text))
+        self.text += taken
+        if len(taken) < len(text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return len(text)
+
+    def isatty(self) -> bool:
+        return False
+
+
+def test_a_line_cut_off_by_a_full_disk_is_not_continued_by_the_next() -> None:
+    disk = Disk(room=6)
+    output = outlet_of(cast("TextIO", disk))
+    for line in ("one\n", "two\n", "three\n"):
+        output.write([line])
+    disk.room = 100
+    for line in ("four\n", "five\n"):
+        output.write([line])
+    assert disk.text == "one\ntw\nfour\nfive\n"
+    assert output.dropped == 2
+
+
 @pytest.mark.parametrize("make", [StringIO, lambda: open(os.devnull, "w")])  # noqa: SIM115 - closed below
 def test_any_stream_will_do(make: Callable[[], TextIO]) -> None:
     with make() as stream:
@@ -216,3 +246,19 @@ async def test_a_loop_goes_on_while_nobody_reads_and_says_afterwards_what_is_mis
     assert handler.catch_up()
     assert way.read() == b""  # it is told once
     handler.close()
+
+
+def test_what_a_full_disk_has_lost_is_told_once_there_is_room(root: logging.Logger) -> None:
+    disk = Disk(room=0)
+    logs.set_up("info", cast("TextIO", disk))
+    (handler,) = root.handlers
+    assert isinstance(handler, logs._Lines)
+    for number in range(7):
+        logging.getLogger("gateway.fleet").info("%s", number)
+    for _ in range(30):  # the report is lost as well
+        assert handler.catch_up()
+    disk.room = 10_000
+    for _ in range(2):
+        assert handler.catch_up()
+    (told,) = disk.text.strip().splitlines()
+    assert '"event": "log_lines_dropped", "lines": 7' in told
