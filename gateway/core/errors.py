@@ -390,6 +390,13 @@ class StartupBlocked(ConfigError):
     machine yet, a data directory is in use, an embedded store does not start."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error, or one in a group, is a lack of memory."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.subgroup(MemoryError) is not None
+    return isinstance(error, MemoryError)
+
+
 def let_go(error: BaseException) -> None:
     """Drop the tracebacks of an error that has been handled, and of those that led to it.
 

@@ -9,8 +9,15 @@ from gateway.core.errors import (
     OutOfResources,
     RequestTimeout,
     Unauthorized,
+    is_out_of_memory,
 )
 from gateway.ports import Headers
+
+
+class InternalError(GatewayError):
+    """A fault of the gateway itself. Details are logged, and not sent to the caller."""
+
+    code = "internal_error"
 
 
 class MethodNotAllowed(InvalidRequest):
@@ -27,6 +34,13 @@ class MethodNotAllowed(InvalidRequest):
         """Reject a method, where only those in `allowed` are supported."""
         super().__init__(message)
         self.allowed = allowed
+
+
+def fault(error: BaseException, message: str = "The gateway failed.") -> GatewayError:
+    """Return what a caller is told of an unexpected error: lack of memory passes, anything else is a bug."""
+    if is_out_of_memory(error):
+        return OutOfResources("This gateway has run out of memory. Please retry.", retry_after_s=5)
+    return InternalError(message)
 
 
 def envelope(error: GatewayError, code: str | None = None) -> bytes:

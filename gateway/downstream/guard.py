@@ -5,6 +5,7 @@ pipelined requests nor connections, and rejects requests in plain text.
 """
 
 import asyncio
+import logging
 import sys
 from contextlib import suppress
 from typing import Any
@@ -14,10 +15,13 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.core.errors import GatewayError, InvalidRequest, OutOfResources, RequestTimeout
-from gateway.downstream.errors import envelope, headers_of
+from gateway.downstream.errors import envelope, fault, headers_of
 from gateway.downstream.hosts import has_one_host, refuse_host
 from gateway.downstream.http10 import as_http_1_0
 from gateway.downstream.lingering import ClosingTransport, Lingering, closing_unless_continued
+from gateway.events import about
+
+log = logging.getLogger("gateway.downstream")
 
 HEAD_BYTES_MAX = 65_536
 HEAD_WITHIN_S = 15.0
@@ -231,8 +235,14 @@ class GuardedProtocol(HttpToolsProtocol):
         return parser
 
     def send_400_response(self, msg: str) -> None:
-        """Reject data that is not HTTP."""
-        self._refuse(InvalidRequest(msg))
+        """Reject data that is not HTTP, or that the gateway failed to process. (Called as it is noticed.)"""
+        error = sys.exception()
+        cause = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else None
+        if cause is None:
+            self._refuse(InvalidRequest(msg))
+        else:
+            log.error("a request failed inside the gateway", exc_info=cause, extra=about("internal_error"))
+            self._refuse(fault(cause))
 
     def _unsupported_upgrade_warning(self) -> None:
         """Note where the parser has stopped. (Called by uvicorn at that point.)"""

@@ -27,7 +27,7 @@ from gateway.downstream.batches import Batches, Batching, BatchLines
 from gateway.downstream.chat_jobs import ChatJobs
 from gateway.downstream.cross_origin import CrossOrigin
 from gateway.downstream.drained import Drained
-from gateway.downstream.errors import MethodNotAllowed, envelope, headers_of
+from gateway.downstream.errors import MethodNotAllowed, envelope, fault, headers_of
 from gateway.downstream.files import PATH as FILES
 from gateway.downstream.files import Files, limit_of
 from gateway.downstream.head_requests import HeadAsGet, with_head
@@ -46,7 +46,6 @@ from gateway.downstream.relay import (
 from gateway.downstream.responses import PATH as RESPONSES
 from gateway.downstream.responses import ResponseRetention, Responses
 from gateway.downstream.serving import (
-    InternalError,
     Relayed,
     ServedChats,
     Serving,
@@ -367,7 +366,7 @@ def _framework_error(request: Request[Any, Any, Any], error: HTTPException) -> R
 
 def _unexpected(_: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
     log.error("a request failed inside the gateway", exc_info=error, extra=about("internal_error"))
-    return _render(InternalError("The gateway failed."))
+    return _render(fault(error))
 
 
 EXCEPTION_HANDLERS: dict[int | type[Exception], Any] = {

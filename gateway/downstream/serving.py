@@ -14,7 +14,7 @@ from gateway.core.trace import Trace
 from gateway.core.usage import Ending
 from gateway.core.values import Endpoint
 from gateway.downstream import wire
-from gateway.downstream.errors import MethodNotAllowed
+from gateway.downstream.errors import MethodNotAllowed, fault
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.origins import Origins
 from gateway.downstream.reading import COUNTED_BYTES, BodyReaders, Read, Received, Work, arrival_record
@@ -37,12 +37,6 @@ log = logging.getLogger("gateway.downstream")
 _FORWARDED = frozenset({b"traceparent", b"tracestate"})
 _SECRET = frozenset({"authorization", "cookie", "proxy-authorization"})
 _CHAT = Endpoint.CHAT.value
-
-
-class InternalError(GatewayError):
-    """A fault of the gateway itself. Details are logged, and not sent to the caller."""
-
-    code = "internal_error"
 
 
 class Serving:
@@ -159,7 +153,7 @@ class Serving:
             let_go(error)
             if downstream.is_started:  # the server closes the connection, which clients treat as an error
                 raise
-            await send_error(_internal(arrival.id), downstream)
+            await send_error(_fault(error, arrival.id), downstream)
         finally:
             self._one_less()
 
@@ -326,7 +320,7 @@ def _headers(raw: Headers) -> dict[str, str]:
     return headers
 
 
-def _internal(request_id: str) -> GatewayError:
-    error = InternalError("The gateway failed. The request id helps to find out why.")
-    error.headers = ((b"x-request-id", request_id.encode()),)
-    return error
+def _fault(error: Exception, request_id: str) -> GatewayError:
+    told = fault(error, "The gateway failed. The request id helps to find out why.")
+    told.headers = ((b"x-request-id", request_id.encode()),)
+    return told

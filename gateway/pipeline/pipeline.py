@@ -27,9 +27,11 @@ from gateway.core.errors import (
     AtCapacity,
     Draining,
     GatewayError,
+    OutOfResources,
     ShedError,
     StreamBroken,
     UpstreamError,
+    is_out_of_memory,
     let_go,
 )
 from gateway.core.estimation import is_plain
@@ -179,9 +181,10 @@ class Pipeline:
         except (anyio.get_cancelled_exc_class(), CallerStalled, OSError):
             self._note_cancelled(context)
             raise
-        except Exception:
+        except Exception as error:
+            kind = OutOfResources if is_out_of_memory(error) else GatewayError
             context.ending = Ending.BROKEN if context.status else Ending.FAILED
-            context.status, context.error_code = context.status or GatewayError.status, GatewayError.code
+            context.status, context.error_code = context.status or kind.status, kind.code
             raise
         finally:
             self._judge(context)

@@ -916,29 +916,61 @@ async def test_a_caller_that_leaves_with_requests_in_a_row_is_noticed(way: str) 
 class Failing(Estimates):
     """Fails where a test says."""
 
-    fails_before = False
+    fails_before: Exception | None = None
 
     async def estimate(self, *args: Any) -> Any:
-        if self.fails_before:
-            raise RuntimeError("a fault")
+        if self.fails_before is not None:
+            raise self.fails_before
         return await super().estimate(*args)
 
     def observe(self, *_: Any) -> None:
         raise RuntimeError("a fault")
 
 
-async def test_a_fault_before_the_answer_is_one_in_the_one_shape(way: str) -> None:
+FAULTS = [(RuntimeError("a fault"), 500, "internal_error"), (MemoryError("a fault"), 503, "out_of_resources")]
+
+
+@pytest.mark.parametrize(("fault", "status", "code"), FAULTS, ids=["bug", "memory"])
+async def test_a_fault_before_the_answer_is_one_in_the_one_shape(
+    way: str, fault: Exception, status: int, code: str
+) -> None:
     faulty = Failing()
-    faulty.fails_before = True
+    faulty.fails_before = fault
     async with front(way, estimates=faulty) as site, site.caller() as caller:
         for _ in range(2):
             got = await caller.ask(post())
-            assert (got.status, got.code) == (500, "internal_error")
+            assert (got.status, got.code) == (status, code)
             assert b"fault" not in got.body
+            if status == 503:  # its connection is closed
+                break
         await site.idle()
         records = [(one.ending, one.status, one.error_code) for one in site.notes.requests]
-        assert records == [(Ending.FAILED, 500, "internal_error")] * 2
-        assert site.taken == (2 if way == "direct" else 0)
+        asked = 1 if status == 503 else 2
+        assert records == [(Ending.FAILED, status, code)] * asked
+        assert site.taken == (asked if way == "direct" else 0)
+
+
+@pytest.mark.parametrize(("fault", "status", "code"), FAULTS, ids=["bug", "memory"])
+async def test_a_fault_while_a_head_is_read_is_not_the_callers(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: Exception,
+    status: int,
+    code: str,
+) -> None:
+    def fail(_: object) -> None:
+        raise fault
+
+    async with front("direct") as site, site.caller() as caller:
+        monkeypatch.setattr(site.watched, "head", fail)
+        got = await caller.ask(post())
+        await site.idle()
+
+    assert (got.status, got.code) == (status, code)
+    assert b"a fault" not in got.body
+    (record,) = (one for one in caplog.records if one.exc_info)
+    assert record.exc_info is not None
+    assert record.exc_info[1] is fault
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "stream"])
