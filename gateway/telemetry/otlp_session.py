@@ -10,6 +10,16 @@ from requests.utils import select_proxy
 _EXPORTER = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_"
 
 
+class _Session(requests.Session):
+    """Prefers the certificates it was given (`OTEL_EXPORTER_OTLP_CERTIFICATE`) to `REQUESTS_CA_BUNDLE`."""
+
+    def merge_environment_settings(self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any) -> Any:
+        """See `requests.Session.merge_environment_settings`."""
+        if verify is None and isinstance(self.verify, str):
+            verify = self.verify
+        return super().merge_environment_settings(url, proxies, stream, verify, cert)
+
+
 def session() -> requests.Session | None:
     """Return a session that fails on redirects, with `requests.exceptions.HTTPError`.
 
@@ -23,7 +33,7 @@ def session() -> requests.Session | None:
     """
     if any(name.startswith(_EXPORTER) and name.endswith("_CREDENTIAL_PROVIDER") for name in os.environ):
         return None
-    made = requests.Session()
+    made = _Session()
     made.hooks["response"] += [_name_proxy, _refuse_redirect]
     return made
 

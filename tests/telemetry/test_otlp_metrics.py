@@ -2,21 +2,25 @@
 
 import asyncio
 import logging
+import ssl
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.to_thread
 import pytest
 import requests
-from anyio.abc import SocketStream
+from anyio.abc import SocketAttribute, SocketStream
+from anyio.streams.tls import TLSStream
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from prometheus_client import CollectorRegistry
-from support.raw_server import raw_server
+from support.certificates import self_signed
+from support.raw_server import answer_of, raw_server
 
 from gateway.clock import SystemClock
 from gateway.core.usage import Ending, RequestRecord
@@ -127,6 +131,36 @@ async def test_an_error_that_may_be_a_proxys_names_it(
     assert f"Forbidden, through the proxy {address}" in through
     assert "secret" not in through
     assert "proxy" not in straight
+
+
+async def test_a_receivers_own_ca_counts_more_than_that_of_all_programs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    cert, key = self_signed(tmp_path, "localhost")
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(self_signed(tmp_path / "other", "localhost")[0]))
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(cert))
+    serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    serving.load_cert_chain(cert, key)
+
+    async def answer(stream: SocketStream) -> None:
+        async with await TLSStream.wrap(
+            stream, server_side=True, ssl_context=serving, standard_compatible=False
+        ) as tls:
+            await tls.receive()
+            await tls.send(answer_of(b""))
+
+    async with (
+        await anyio.create_tcp_listener(local_host="127.0.0.1") as listener,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(listener.serve, answer)
+        sender = Sender(f"https://localhost:{listener.extra(SocketAttribute.local_port)}", {})
+        result = await anyio.to_thread.run_sync(sender.export, [])
+        await anyio.to_thread.run_sync(sender.shutdown)
+        tasks.cancel_scope.cancel()
+
+    assert result is SpanExportResult.SUCCESS
 
 
 @pytest.mark.parametrize("status", [b"302 Found", b"308 Permanent Redirect"])
