@@ -390,11 +390,14 @@ class StartupBlocked(ConfigError):
     machine yet, a data directory is in use, an embedded store does not start."""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, or one in a group, is a lack of memory."""
+def is_out_of_resources(error: BaseException) -> bool:
+    """Return whether an error, or one in a group, is a lack of memory or of threads."""
     if isinstance(error, BaseExceptionGroup):
-        return error.subgroup(MemoryError) is not None
-    return isinstance(error, MemoryError)
+        return any(is_out_of_resources(one) for one in error.exceptions)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and str(error) == _NO_THREAD)
+
+
+_NO_THREAD = "can't start new thread"  # Python has no type of its own for it
 
 
 def let_go(error: BaseException) -> None:

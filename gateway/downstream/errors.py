@@ -9,7 +9,7 @@ from gateway.core.errors import (
     OutOfResources,
     RequestTimeout,
     Unauthorized,
-    is_out_of_memory,
+    is_out_of_resources,
 )
 from gateway.ports import Headers
 
@@ -37,9 +37,9 @@ class MethodNotAllowed(InvalidRequest):
 
 
 def fault(error: BaseException, message: str = "The gateway failed.") -> GatewayError:
-    """Return what a caller is told of an unexpected error: lack of memory passes, anything else is a bug."""
-    if is_out_of_memory(error):
-        return OutOfResources("This gateway has run out of memory. Please retry.", retry_after_s=5)
+    """Return what a caller is told of an unexpected error: a lack of resources passes, all else is a bug."""
+    if is_out_of_resources(error):
+        return OutOfResources("This gateway has run out of memory or threads. Please retry.", retry_after_s=5)
     return InternalError(message)
 
 

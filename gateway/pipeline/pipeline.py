@@ -31,7 +31,7 @@ from gateway.core.errors import (
     ShedError,
     StreamBroken,
     UpstreamError,
-    is_out_of_memory,
+    is_out_of_resources,
     let_go,
 )
 from gateway.core.estimation import is_plain
@@ -182,7 +182,7 @@ class Pipeline:
             self._note_cancelled(context)
             raise
         except Exception as error:
-            kind = OutOfResources if is_out_of_memory(error) else GatewayError
+            kind = OutOfResources if is_out_of_resources(error) else GatewayError
             context.ending = Ending.BROKEN if context.status else Ending.FAILED
             context.status, context.error_code = context.status or kind.status, kind.code
             raise
