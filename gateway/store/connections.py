@@ -6,14 +6,15 @@ is retried, and everything has a timeout.
 """
 
 import asyncio
+import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib import resources
 from typing import Any
 
 import anyio
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import BlockingConnectionPool, Redis, SSLConnection
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -232,6 +233,28 @@ class _Looks:
         self._timer.cancel()
 
 
+class _TlsConnection(SSLConnection):
+    """Rereads its certificates as it connects, if their files have changed: some live for hours only."""
+
+    _stamps: Sequence[object] | None = None
+
+    async def connect(self) -> None:
+        """See `AbstractConnection.connect`."""
+        stamps = [_stamp(file) for file in (self.ca_certs, self.certfile, self.keyfile)]
+        if stamps != self._stamps:
+            self._stamps, self.ssl_context.context = stamps, None
+        await super().connect()  # type: ignore[no-untyped-call]
+
+
+def _stamp(file: str | None) -> object:
+    """Return what changes with a file: None if there is none."""
+    with suppress(OSError):
+        if file is not None:
+            status = os.stat(file)
+            return status.st_mtime_ns, status.st_size, status.st_ino
+    return None
+
+
 class _Pool(BlockingConnectionPool):
     """A connection pool for a server that may fail over."""
 
@@ -247,6 +270,8 @@ class _Pool(BlockingConnectionPool):
 def _pool(url: str, settings: Mapping[str, Any], **more: Any) -> _Pool:
     try:
         pool = _Pool.from_url(url, **settings, **more)
+        if pool.connection_class is SSLConnection:
+            pool.connection_class = _TlsConnection
         pool.make_connection()  # type: ignore[no-untyped-call]  # validates the options, opens nothing
     except (RedisError, TypeError, ValueError) as error:
         raise ConfigError(f"store.url: an option in it is not understood: {error}") from error

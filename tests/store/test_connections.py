@@ -1,14 +1,18 @@
 """Connections whose server dies or makes way for another, or whose process stands still."""
 
 import asyncio
+import shutil
 import socket
+import ssl
 import sys
 import time
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import anyio.lowlevel
 import pytest
+from support.certificates import self_signed
 from support.kernel import vanish
 from support.redis_server import failover, legs, own_server
 
@@ -200,3 +204,33 @@ async def test_a_server_that_has_become_a_replica_is_left_for_the_one_in_its_pla
 async def test_an_option_that_there_is_not_is_said_before_anything_is_sent(url: str) -> None:
     with pytest.raises(ConfigError, match=r"^store\.url: an option in it is not understood: "):
         Connections(url, name="test", command_s=1.0, connections_max=1)
+
+
+async def test_renewed_certificates_are_read_with_the_next_connection(tmp_path: Path) -> None:
+    """The CA's file stands for all of them: at first it holds that of another server."""
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        plain_reader, plain_writer = await asyncio.open_unix_connection(urlsplit(server.url).path)
+        await asyncio.gather(piped(reader, plain_writer), piped(plain_reader, writer))
+
+    async def piped(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+        writer.close()
+
+    folders = [tmp_path / name for name in ("own", "other", "valkey")]
+    for folder in folders:
+        folder.mkdir()
+    (cert, key), (other, _) = self_signed(folders[0], "localhost"), self_signed(folders[1], "localhost")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    trusted = shutil.copy(other, tmp_path / "ca.pem")
+    with own_server("valkey-9", folders[2]) as server:
+        async with await asyncio.start_server(relay, "127.0.0.1", 0, ssl=context) as front:
+            url = f"rediss://localhost:{front.sockets[0].getsockname()[1]}?ssl_ca_certs={trusted}"
+            connections = Connections(url, name="test", command_s=10.0, connections_max=1)
+            with pytest.raises(StoreAway, match="CERTIFICATE_VERIFY_FAILED"):
+                await connections.bounded(connections.redis.ping)
+            shutil.copy(cert, trusted)
+            assert await connections.bounded(connections.redis.ping)
+            await connections.aclose()
