@@ -28,6 +28,7 @@ from gateway.downstream.background import Background, JobRules
 from gateway.downstream.batches import Batching, BatchLines
 from gateway.downstream.files import FileRules
 from gateway.downstream.idempotency import IdempotencyRules
+from gateway.downstream.reading import Received
 from gateway.downstream.serving import new_request_id
 from gateway.downstream.wire import WireRules
 from gateway.events import about
@@ -224,8 +225,8 @@ def worker(
         facts = JobFacts.of(job)
         trace = None if tracing is None else tracing.begin(None, parse(facts.trace))
         arrival = Arrival(new_request_id(), clock.wall(), clock.now(), trace)
-        key, headers = job.new.key, facts.headers
-        found = wire.read(Endpoint.CHAT, body, wanted, arrival=arrival, key=key, headers=headers)
+        received = Received(arrival, body, job.new.key, facts.headers, ())
+        found = wire.read(Endpoint.CHAT, received, wanted)
         queued_s = 0.0 if job.started_at is None else max(0.0, job.started_at - job.created_at)
         traffic_class = job.new.lane.rpartition("/")[2]
         request = replace(found.request, is_job=True, queued_s=queued_s, handed_over_as=traffic_class)

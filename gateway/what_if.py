@@ -21,6 +21,7 @@ from gateway.core.values import (
 from gateway.downstream import wire
 from gateway.downstream.explain_routes import Question, RequestForgotten
 from gateway.downstream.operator_json import indented
+from gateway.downstream.reading import Received
 from gateway.parts import wire_rules
 from gateway.pipeline import Pipeline
 from gateway.ports import Arrival, Clock, Estimator
@@ -116,7 +117,7 @@ def read(
         there_are = f"there are {', '.join(named)}" if named else "it has no `keys`"
         raise Unauthorized(f"The configuration names no API key {key!r}; {there_are}.")
     endpoint = Endpoint.COMPLETIONS if completions else Endpoint.CHAT
-    return wire.read(endpoint, body, wire_rules(settings), arrival=_NOW, key=key, headers=headers)
+    return wire.read(endpoint, Received(_NOW, body, key, headers or {}, ()), wire_rules(settings))
 
 
 def decided(

@@ -18,6 +18,7 @@ from benchmarks.overhead.scenarios import renumbered
 from gateway import memory
 from gateway.core.values import Endpoint, TemplateCosts
 from gateway.downstream import wire
+from gateway.downstream.reading import Received
 from gateway.ports import Arrival
 from gateway.tokenizer import open_estimator
 
@@ -37,12 +38,9 @@ def main() -> None:
         used_us = []
         tokens = 0
         for call in range(calls + 2):
-            read = wire.read(
-                Endpoint.CHAT,
-                renumbered(body, 50_000_000 + call).encode(),
-                wire.WireRules(),
-                arrival=Arrival("", 0.0, 0.0),
-            )
+            another = renumbered(body, 50_000_000 + call).encode()
+            received = Received(Arrival("", 0.0, 0.0), another, None, {}, ())
+            read = wire.read(Endpoint.CHAT, received, wire.WireRules())
             began_s = clocked.read_s(clock)
             tokens = estimator.estimate_now(read.request.prompt, TemplateCosts(), LIMIT_TOKENS).tokens
             used_us.append(1e6 * (clocked.read_s(clock) - began_s))

@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -239,16 +240,7 @@ class BatchLines:
         return f"{decision.model}/{decision.traffic_class}"
 
     async def _chat(self, received: Received, token: str) -> tuple[Incoming, JobFacts]:
-        def read() -> Incoming:
-            return wire.read(
-                Endpoint.CHAT,
-                received.body,
-                self._rules,
-                arrival=received.arrival,
-                key=received.key,
-                headers=received.headers,
-            )
-
+        read = partial(wire.read, Endpoint.CHAT, received, self._rules)
         incoming = await self._readers.run(read, received.body)
         for name in NOT_IN_STREAMS:
             if incoming.member(name):

@@ -427,15 +427,7 @@ def _translated(
     size = sum(len(memoryview(raw)) for raw in chat.values()) + len(conversation or b"")
     try:
         incoming = wire.read_members(
-            Endpoint.CHAT,
-            chat,
-            rules,
-            size_bytes=size,
-            arrival=received.arrival,
-            key=received.key,
-            headers=received.headers,
-            forwarded=received.forwarded,
-            seen=wire.seen_of(chat),
+            Endpoint.CHAT, chat, received, rules, size_bytes=size, seen=wire.seen_of(chat)
         )
     except GatewayError as error:
         error.param = chat_param_here(error.param)

@@ -249,15 +249,7 @@ class Relayed:
         return await self._readers.run(partial(self._read, received), received.body)
 
     def _read(self, received: Received) -> wire.WireRequest:
-        return wire.read(
-            self._endpoint,
-            received.body,
-            self._rules,
-            arrival=received.arrival,
-            key=received.key,
-            headers=received.headers,
-            forwarded=received.forwarded,
-        )
+        return wire.read(self._endpoint, received, self._rules)
 
     async def _answer(self, request: wire.WireRequest, downstream: HttpDownstream) -> None:
         try:

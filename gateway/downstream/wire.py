@@ -46,6 +46,7 @@ from gateway.downstream.long_texts import (
     take_a_break,
 )
 from gateway.downstream.occurrences import occurrences
+from gateway.downstream.reading import Received
 from gateway.downstream.reassembly import put_long
 from gateway.downstream.value_limit import may_be_crowded
 from gateway.ports import Arrival, Headers
@@ -168,34 +169,18 @@ def _changed(members: Mapping[str, msgspec.Raw], changes: Changes) -> Mapping[st
     return changed
 
 
-def read(
-    endpoint: Endpoint,
-    body: bytes,
-    rules: WireRules,
-    *,
-    arrival: Arrival,
-    key: str | None = None,
-    headers: Mapping[str, str] | None = None,
-    forwarded: Headers = (),
-) -> WireRequest:
-    """Parse a request body.
+def read(endpoint: Endpoint, received: Received, rules: WireRules) -> WireRequest:
+    """Parse a request.
 
     Raises:
         InvalidRequest: it is not a JSON object, or a member that the gateway reads has a wrong type.
         BodyTooLarge: decoding it would block the process for too long.
     """
+    body = received.body
     is_chat = endpoint is Endpoint.CHAT
     has_long = is_chat and len(body) >= LONG_BYTES and may_hold_long_texts(body)
     for cut in cuts_of(body) if has_long else ():
-        found = _read_around(
-            cut,
-            rules,
-            size_bytes=len(body),
-            arrival=arrival,
-            key=key,
-            headers=headers,
-            forwarded=forwarded,
-        )
+        found = _read_around(cut, received, rules)
         if found is not None:
             return found
     if is_chat:
@@ -205,28 +190,14 @@ def read(
     seen = None
     if is_chat:
         seen = _seen(body, at_once=not has_long and len(body) <= SLICE_BYTES)
-        request = None if seen is None else _ordinary(members, seen, rules, key, headers)
+        request = None if seen is None else _ordinary(members, seen, received, rules)
         if request is not None:
-            return _wire_request(arrival, request, forwarded, members, rules, size_bytes=len(body))
-    return read_members(
-        endpoint,
-        members,
-        rules,
-        size_bytes=len(body),
-        arrival=arrival,
-        key=key,
-        headers=headers,
-        forwarded=forwarded,
-        seen=seen,
-    )
+            return _wire_request(request, members, received, rules, size_bytes=len(body))
+    return read_members(endpoint, members, received, rules, size_bytes=len(body), seen=seen)
 
 
 def _ordinary(
-    members: Mapping[str, msgspec.Raw],
-    chat: Chat,
-    rules: WireRules,
-    key: str | None,
-    headers: Mapping[str, str] | None,
+    members: Mapping[str, msgspec.Raw], chat: Chat, received: Received, rules: WireRules
 ) -> Request | None:
     """Return a chat of nothing but short texts, without options that are read separately: most are such.
 
@@ -270,17 +241,16 @@ def _ordinary(
         0,
         0,
         False,
-        key,
-        headers or {},
+        received.key,
+        received.headers,
         prefixes,
     )
 
 
 def _wire_request(
-    arrival: Arrival,
     request: Request,
-    forwarded: Headers,
     members: dict[str, msgspec.Raw],
+    received: Received,
     rules: WireRules,
     *,
     size_bytes: int,
@@ -300,19 +270,12 @@ def _wire_request(
             else _INCLUDE_USAGE
         )
     del members["model"]
-    return WireRequest(arrival, request, forwarded, dropped, inject, size_bytes, members, cut)
+    return WireRequest(
+        received.arrival, request, received.forwarded, dropped, inject, size_bytes, members, cut
+    )
 
 
-def _read_around(
-    cut: CutOut,
-    rules: WireRules,
-    *,
-    size_bytes: int,
-    arrival: Arrival,
-    key: str | None,
-    headers: Mapping[str, str] | None,
-    forwarded: Headers,
-) -> WireRequest | None:
+def _read_around(cut: CutOut, received: Received, rules: WireRules) -> WireRequest | None:
     """Parse a chat whose long strings were cut out. None: it must be parsed as a whole.
 
     That includes all invalid ones.
@@ -328,16 +291,7 @@ def _read_around(
         return None
     try:
         return read_members(
-            Endpoint.CHAT,
-            members,
-            rules,
-            size_bytes=size_bytes,
-            arrival=arrival,
-            key=key,
-            headers=headers,
-            forwarded=forwarded,
-            seen=seen,
-            cut=cut,
+            Endpoint.CHAT, members, received, rules, size_bytes=len(received.body), seen=seen, cut=cut
         )
     except InvalidRequest:
         return None
@@ -346,19 +300,17 @@ def _read_around(
 def read_members(
     endpoint: Endpoint,
     members: dict[str, msgspec.Raw],
+    received: Received,
     rules: WireRules,
     *,
     size_bytes: int,
-    arrival: Arrival,
-    key: str | None = None,
-    headers: Mapping[str, str] | None = None,
-    forwarded: Headers = (),
-    seen: "Chat | None" = None,
+    seen: Chat | None,
     cut: CutOut | None = None,
 ) -> WireRequest:
     """Parse a request, given as the members of its body; takes ownership of `members`.
 
-    `seen`: the same members, if they could be decoded at once. `cut`: the strings that were cut out.
+    `received`: the request; its body is not read. `seen`: the same members, if they could be decoded at once.
+    `cut`: the strings that were cut out.
 
     Raises:
         InvalidRequest: a member the gateway reads has a wrong type.
@@ -408,20 +360,12 @@ def read_members(
         audios=audios,
         tools=tools.count,
         include_usage=include_usage,
-        key=key,
-        headers=headers or {},
+        key=received.key,
+        headers=received.headers,
         prefixes=prefixes,
     )
     return _wire_request(
-        arrival,
-        request,
-        forwarded,
-        members,
-        rules,
-        size_bytes=size_bytes,
-        dropped=dropped,
-        options=options,
-        cut=cut,
+        request, members, received, rules, size_bytes=size_bytes, dropped=dropped, options=options, cut=cut
     )
 
 

@@ -14,6 +14,7 @@ from gateway.core.values import Changes, Endpoint, LongText, Prompt, TemplateCos
 from gateway.downstream import long_texts, wire
 from gateway.downstream.cut_out import ESCAPED_MAX, MARK, QUOTES_MAX, may_hold_long_texts
 from gateway.downstream.long_texts import KEPT_BYTES, LONG_BYTES, SLICE_BYTES, long_text_at
+from gateway.downstream.reading import Received
 from gateway.downstream.wire import WireRequest, WireRules
 from gateway.ports import Arrival
 
@@ -31,7 +32,8 @@ def message(content: object, role: str = "user", **fields: object) -> dict[str, 
 
 
 def read(body: bytes, rules: WireRules | None = None) -> WireRequest:
-    return wire.read(Endpoint.CHAT, body, rules or WireRules(), arrival=Arrival("req-1", 0.0, 0.0))
+    received = Received(Arrival("req-1", 0.0, 0.0), body, None, {}, ())
+    return wire.read(Endpoint.CHAT, received, rules or WireRules())
 
 
 def as_a_whole(body: bytes) -> WireRequest:

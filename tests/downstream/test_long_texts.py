@@ -13,6 +13,7 @@ from gateway.core.errors import InvalidRequest
 from gateway.core.values import Endpoint, Turn
 from gateway.downstream import long_texts, wire
 from gateway.downstream.long_texts import LONG_BYTES, PIECE_BYTES, SLICE_BYTES
+from gateway.downstream.reading import Received
 from gateway.downstream.wire import WireRequest, WireRules
 from gateway.ports import Arrival
 
@@ -21,7 +22,11 @@ PROSE = 'The "river" was wide,\nand nobody\thad crossed it since the \\spring. '
 
 def read(messages: object, *, ascii_only: bool = True, rules: WireRules | None = None) -> WireRequest:
     body = json.dumps({"model": "m", "messages": messages}, ensure_ascii=ascii_only).encode()
-    return wire.read(Endpoint.CHAT, body, rules or WireRules(), arrival=Arrival("req-1", 0.0, 0.0))
+    return read_body(body, rules or WireRules())
+
+
+def read_body(body: bytes, rules: WireRules) -> WireRequest:
+    return wire.read(Endpoint.CHAT, Received(Arrival("req-1", 0.0, 0.0), body, None, {}, ()), rules)
 
 
 def message(content: object, role: str = "user", **fields: object) -> dict[str, object]:
@@ -117,7 +122,7 @@ def test_what_is_not_utf_8_is_refused_wherever_it_stands(at: int) -> None:
     body = b'{"model":"m","messages":[{"role":"user","content":"%b\xff%b"}]}' % (b"x" * at, b"y" * LONG_BYTES)
 
     with pytest.raises(InvalidRequest) as caught:
-        wire.read(Endpoint.CHAT, body, WireRules(), arrival=Arrival("req-1", 0.0, 0.0))
+        read_body(body, WireRules())
 
     assert (caught.value.code, caught.value.param) == ("invalid_json", "messages.0")
 
@@ -170,7 +175,7 @@ def test_a_long_text_is_a_prefix_of_what_follows_it(changed: Callable[[Any, Any]
 def test_a_text_is_the_same_read_at_once_or_member_by_member() -> None:
     dropped = WireRules(drop_fields=frozenset({"messages_"}))
     body = json.dumps({"model": "m", "messages_": 1, "messages": [message(PROSE * 3_000)]}).encode()
-    by_member = wire.read(Endpoint.CHAT, body, dropped, arrival=Arrival("req-1", 0.0, 0.0))
+    by_member = read_body(body, dropped)
 
     assert by_member.request.prompt == read([message(PROSE * 3_000)]).request.prompt
     assert by_member.dropped == ("messages_",)
@@ -186,7 +191,7 @@ def test_calls_are_a_prefix_of_what_follows_them_however_they_are_read() -> None
     other = read([message("x"), calls("g")]).request.prefixes
     dropped = WireRules(drop_fields=frozenset({"messages_"}))
     body = json.dumps({"model": "m", "messages_": 1, "messages": [message("x"), calls("f")]}).encode()
-    by_member = wire.read(Endpoint.CHAT, body, dropped, arrival=Arrival("req-1", 0.0, 0.0)).request.prefixes
+    by_member = read_body(body, dropped).request.prefixes
 
     assert [key for key, _ in short] == [key for key, _ in long[:2]] == [key for key, _ in by_member]
     assert short[0] == other[0]

@@ -13,16 +13,20 @@ from gateway.core.errors import BodyTooLarge, InvalidRequest
 from gateway.core.values import Endpoint, Prompt, Turn
 from gateway.downstream import wire
 from gateway.downstream.long_texts import TEXT_BYTES_MAX
+from gateway.downstream.reading import Received
 from gateway.downstream.wire import WireRequest, WireRules
 from gateway.ports import Arrival
 
-ARRIVAL = Arrival("req-1", 0.0, 0.0)
 RULES = WireRules(choices_max=4, drop_fields=frozenset({"priority", "chat_template"}))
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
 
 
 def read(endpoint: Endpoint, raw: bytes, rules: WireRules) -> WireRequest:
-    return wire.read(endpoint, raw, rules, arrival=ARRIVAL)
+    return wire.read(endpoint, received(raw), rules)
+
+
+def received(raw: bytes) -> Received:
+    return Received(Arrival("req-1", 0.0, 0.0), raw, None, {}, ())
 
 
 def body(**fields: Any) -> bytes:
@@ -686,7 +690,9 @@ def outcome(raw: bytes, *, at_once: bool) -> object:
             found = read(Endpoint.CHAT, raw, RULES)
         else:
             members = wire.members_of(raw)
-            found = wire.read_members(Endpoint.CHAT, members, RULES, size_bytes=len(raw), arrival=ARRIVAL)
+            found = wire.read_members(
+                Endpoint.CHAT, members, received(raw), RULES, size_bytes=len(raw), seen=None
+            )
     except InvalidRequest as error:
         return error.message, error.code, error.param
     return found.request, found.dropped, found.usage_injected, found.body_for("s")
