@@ -516,11 +516,8 @@ class JobStore(Protocol):
         Outcomes as in `core.jobs.JobOutcome`; those that have not occurred are missing.
         """
 
-    async def drain(self, is_drained: bool) -> float | None:
-        """Pause the queue (True): jobs are accepted, but not handed to workers until resumed (False).
-
-        Returns since when the queue has been paused, in epoch seconds, or None.
-        """
+    async def drain(self, is_drained: bool) -> None:
+        """Pause the queue (True): jobs are accepted, but not handed to workers until resumed (False)."""
 
     # ------------------------------------------------------------ workers
 

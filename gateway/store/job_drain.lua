@@ -1,4 +1,4 @@
--- ARGV  1 to hand out no more jobs, 0 to hand them out again. Returns since when none is, in ms, or nothing.
+-- ARGV  1 to hand out no more jobs, 0 to hand them out again.
 
 local order = ARGV[OWN_ARGUMENTS]
 
@@ -8,4 +8,3 @@ if order == '1' then
 elseif redis.call('DEL', key('drained')) == 1 then
     redis.call('PUBLISH', key('work'), '')
 end
-return redis.call('GET', key('drained'))

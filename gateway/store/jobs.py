@@ -225,7 +225,8 @@ class RedisJobs:
     async def queue(self) -> Queue:
         """See `ports.JobStore.queue`."""
         now_ms, drained_ms, *lanes = await self._run("queue")
-        return Queue(tuple(map(_lane, lanes)), _since(drained_ms), now_ms / 1000)
+        drained_at = None if drained_ms is None else int(drained_ms) / 1000
+        return Queue(tuple(map(_lane, lanes)), drained_at, now_ms / 1000)
 
     async def totals(self) -> Mapping[tuple[str, str], int]:
         """See `ports.JobStore.totals`."""
@@ -237,9 +238,9 @@ class RedisJobs:
             totals[lane, outcome] = int(count)
         return totals
 
-    async def drain(self, is_drained: bool) -> float | None:
+    async def drain(self, is_drained: bool) -> None:
         """See `ports.JobStore.drain`."""
-        return _since(await self._run("drain", int(is_drained)))
+        await self._run("drain", int(is_drained))
 
     # ------------------------------------------------------------ workers
 
@@ -525,10 +526,6 @@ def _job(reply: Sequence[Any]) -> Job:
 
 def _seconds(ms: str) -> float | None:
     return int(ms) / 1000 if ms else None
-
-
-def _since(ms: bytes | None) -> float | None:
-    return None if ms is None else int(ms) / 1000
 
 
 def _chunk(entry: bytes, values: dict[bytes, bytes]) -> Chunk:
