@@ -88,22 +88,29 @@ class TooManyReaders(GatewayError):
 
 
 class Console:
-    """The page, its assets, the event stream, and single requests."""
+    """The page, its assets, the event stream, and single requests.
+
+    Attributes:
+        readers: Number of open event streams.
+    """
 
     def __init__(self, source: Source, *, tick_s: float = TICK_S, stall_s: float = STALL_S) -> None:
         """Send the state of `source` every `tick_s`. `stall_s`: how long a reader may block sending."""
         self._source = source
-        self._feed = _Feed(source, tick_s, stall_s)
+        self._tick_s = tick_s
+        self._stall_s = stall_s
         self._pages = _files()
-
-    @property
-    def readers(self) -> int:
-        """Number of open event streams."""
-        return self._feed.readers
+        self.readers = 0
+        self._stopped = anyio.Event()
+        self._left = anyio.Event()
+        self._told: dict[str, tuple[float, bytes]] = {}
 
     async def stop(self) -> None:
         """End all event streams cleanly: the consoles will reconnect."""
-        await self._feed.stop()
+        self._stopped.set()
+        with anyio.move_on_after(STOP_S):
+            while self.readers:
+                await self._left.wait()
 
     def handlers(self) -> Sequence[BaseRouteHandler]:
         """Return the route handlers."""
@@ -125,31 +132,11 @@ class Console:
 
         @asgi("/admin/live", copy_scope=True)
         async def live(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._feed.serve(receive, send)
+            await self._serve(receive, send)
 
         return [console, file, request, live]
 
-
-class _Feed:
-    """The event stream for all readers."""
-
-    def __init__(self, source: Source, tick_s: float, stall_s: float) -> None:
-        self._source = source
-        self._tick_s = tick_s
-        self._stall_s = stall_s
-        self.readers = 0
-        self._stopped = anyio.Event()
-        self._left = anyio.Event()
-        self._told: dict[str, tuple[float, bytes]] = {}
-
-    async def stop(self) -> None:
-        """End all streams."""
-        self._stopped.set()
-        with anyio.move_on_after(STOP_S):
-            while self.readers:
-                await self._left.wait()
-
-    async def serve(self, receive: Receive, send: Send) -> None:
+    async def _serve(self, receive: Receive, send: Send) -> None:
         """Send events until the reader disconnects or stops reading."""
         downstream = AsgiDownstream(send)
         if self.readers >= READERS_MAX:
