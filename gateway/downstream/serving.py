@@ -2,10 +2,9 @@
 
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import anyio
 
@@ -36,7 +35,6 @@ log = logging.getLogger("gateway.downstream")
 
 _FORWARDED = frozenset({b"traceparent", b"tracestate"})
 _SECRET = frozenset({"authorization", "cookie", "proxy-authorization"})
-_CHAT = Endpoint.CHAT.value
 
 
 class Serving:
@@ -269,20 +267,9 @@ class ServedChats:
         self.limits = serving.limits
         self.uploads = serving.uploads
         self.origins = origins
-        self._serving = serving
-        self._read = read
-
-    def head(self, headers: Headers) -> Head:
-        """See `Chats.head`."""
-        return self._serving.head(headers)
-
-    def head_again(self, head: Head, length: str) -> Head | None:
-        """See `Chats.head_again`."""
-        return self._serving.head_again(head, length)
-
-    def chat(self, call: Call) -> Coroutine[Any, Any, None]:
-        """Answer a chat."""
-        return self._serving.serve(_CHAT, self._read, call)
+        self.head = serving.head
+        self.head_again = serving.head_again
+        self.chat = partial(serving.serve, Endpoint.CHAT.value, read)
 
 
 def new_request_id() -> str:
