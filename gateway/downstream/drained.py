@@ -8,8 +8,7 @@ import re
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from gateway.core.errors import Draining
-from gateway.downstream.relay import AsgiDownstream, send_error
-from gateway.downstream.serving import Serving, new_request_id
+from gateway.downstream.serving import Serving, send_refusal
 
 _ROUTES = re.compile("/+v1/+(files|batches|responses/+.|chat/completions/+.)")
 
@@ -28,12 +27,8 @@ class Drained:
             await self._app(scope, receive, send)
             return
         is_new = scope.get("method") == "POST" and not scope["path"].rstrip("/").endswith("/cancel")
-        try:
-            if is_new:
-                self._serving.check_open()
-        except Draining as error:
-            error.headers = ((b"x-request-id", new_request_id().encode()),)
-            await send_error(error, AsgiDownstream(send))
+        if is_new and self._serving.is_draining:
+            await send_refusal(Draining(), send)
             return
         with self._serving.counted():
             await self._app(scope, receive, send)

@@ -7,8 +7,7 @@ import re
 from typing import Any
 
 from gateway.core.errors import InvalidRequest
-from gateway.downstream.relay import AsgiDownstream, send_error
-from gateway.downstream.serving import new_request_id
+from gateway.downstream.serving import send_refusal
 
 _HOST = re.compile(rb"(\[[\w.:~%-]+\]|[\w.~!$&'()*+,;=%-]*)(:[0-9]*)?")
 """A name or an address, and a port (RFC 3986, 3.2.2); each may be missing."""
@@ -29,6 +28,4 @@ def has_one_host(scope: Any) -> bool:
 
 async def refuse_host(_: object, __: object, send: Any) -> None:
     """An ASGI application that rejects a request without exactly one valid host."""
-    error = InvalidRequest("A request needs one `Host` header, with a host in it.")
-    error.headers = ((b"x-request-id", new_request_id().encode()),)
-    await send_error(error, AsgiDownstream(send))
+    await send_refusal(InvalidRequest("A request needs one `Host` header, with a host in it."), send)

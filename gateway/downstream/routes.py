@@ -37,12 +37,7 @@ from gateway.downstream.operator_guard import OperatorGuard
 from gateway.downstream.operator_json import indented
 from gateway.downstream.origins import Origins
 from gateway.downstream.reading import BodyReaders, Read, Received, Work
-from gateway.downstream.relay import (
-    AsgiCall,
-    AsgiDownstream,
-    BodyLimits,
-    send_error,
-)
+from gateway.downstream.relay import AsgiCall, BodyLimits
 from gateway.downstream.responses import PATH as RESPONSES
 from gateway.downstream.responses import ResponseRetention, Responses
 from gateway.downstream.serving import (
@@ -50,6 +45,7 @@ from gateway.downstream.serving import (
     ServedChats,
     Serving,
     new_request_id,
+    send_refusal,
 )
 from gateway.events import about
 from gateway.pipeline import Pipeline
@@ -313,9 +309,7 @@ def _absent(*paths: str, message: str, code: str) -> ASGIRouteHandler:
 
     @asgi(list(paths), is_mount=True, copy_scope=True)
     async def absent(scope: Scope, receive: Receive, send: Send) -> None:
-        error = RouteNotFound(message, code=code)
-        error.headers = ((b"x-request-id", new_request_id().encode()),)
-        await send_error(error, AsgiDownstream(send))
+        await send_refusal(RouteNotFound(message, code=code), send)
 
     return absent
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import anyio
+from litestar.types import Send
 
 from gateway.core.errors import CallerError, Draining, GatewayError, let_go
 from gateway.core.trace import Trace
@@ -18,6 +19,7 @@ from gateway.downstream.keys import KeyRing
 from gateway.downstream.origins import Origins
 from gateway.downstream.reading import COUNTED_BYTES, BodyReaders, Read, Received, Work, arrival_record
 from gateway.downstream.relay import (
+    AsgiDownstream,
     BodyLimits,
     Call,
     CallerGone,
@@ -85,22 +87,14 @@ class Serving:
         if self.in_flight or self.uploads.calls:
             await self._idle.wait()
 
-    def check_open(self) -> None:
-        """Reject a new request if this gateway is shutting down.
-
-        Raises:
-            Draining: it is.
-        """
-        if self.is_draining:
-            raise Draining
-
     def head(self, headers: Headers) -> Head:
         """Validate a request by its head, before its body is read.
 
         Raises:
             Draining, Unauthorized, BodyEncoded: the request is rejected.
         """
-        self.check_open()
+        if self.is_draining:
+            raise Draining
         found = _headers(headers)
         key = self._keys.name_of(found.get("authorization"))
         check_encoding(found.get("content-encoding"))
@@ -283,6 +277,12 @@ def new_request_id() -> str:
 
 
 _IDS: list[str] = []
+
+
+async def send_refusal(error: GatewayError, send: Send) -> None:
+    """Respond to an ASGI request with an error, under a request id of its own."""
+    error.headers = ((b"x-request-id", new_request_id().encode()),)
+    await send_error(error, AsgiDownstream(send))
 
 
 def _traceparent(headers: Headers) -> str | None:
