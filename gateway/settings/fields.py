@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address
 from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -228,16 +228,23 @@ def _no_false_address(host: str) -> None:
             raise ValueError(message) from None
 
 
-def _base_url(written: str) -> str:
-    """Return the URL without a trailing slash. Messages never contain it, because it may hold a password."""
+def _split(written: str, example: str) -> SplitResult:
+    """Split a URL. Messages, here and below, never contain it, because it may hold a password."""
     try:
         url = urlsplit(written)
-        port, host = url.port, url.hostname
+        _ = url.port
     except ValueError:
-        raise ValueError("this is not a URL; write it as http://host:port") from None
+        raise ValueError(f"this is not a URL; write it as {example}") from None
+    return url
+
+
+def _base_url(written: str) -> str:
+    """Return the URL without a trailing slash."""
+    url = _split(written, "http://host:port")
+    host = url.hostname
     if "$" in (host or ""):
         raise ValueError("a variable is written as ${NAME}, with braces")
-    if url.scheme not in {"http", "https"} or not host or port == 0:
+    if url.scheme not in {"http", "https"} or not host or url.port == 0:
         raise ValueError("write it as http://host:port or https://host:port")
     _no_false_address(host)
     if url.username is not None or url.password is not None:
@@ -249,18 +256,13 @@ def _base_url(written: str) -> str:
     return written.rstrip("/")
 
 
-BaseUrl = Annotated[
-    str, AfterValidator(_base_url), Field(json_schema_extra={"pattern": "^(https?://|.*\\$\\{)"})
-]
+_HTTP = Field(json_schema_extra={"pattern": "^(https?://|.*\\$\\{)"})
+
+BaseUrl = Annotated[str, AfterValidator(_base_url), _HTTP]
 
 
 def _url(written: str) -> str:
-    """Validate a URL. Messages never contain it, because it may hold a password."""
-    try:
-        url = urlsplit(written)
-        _ = url.port
-    except ValueError:
-        raise ValueError("this is not a URL; write it as http://host:port/path") from None
+    url = _split(written, "http://host:port/path")
     if url.scheme not in {"http", "https"} or not url.hostname or url.fragment:
         raise ValueError("write it as http://host:port/path or https://host:port/path")
     _no_false_address(url.hostname)
@@ -269,7 +271,7 @@ def _url(written: str) -> str:
     return written
 
 
-Url = Annotated[str, AfterValidator(_url), Field(json_schema_extra={"pattern": "^(https?://|.*\\$\\{)"})]
+Url = Annotated[str, AfterValidator(_url), _HTTP]
 
 
 def _versions(written: Any) -> Any:
@@ -287,12 +289,7 @@ Versions = Annotated[
 
 
 def _store_url(written: str) -> str:
-    """Validate a URL. Messages never contain it, because it may hold a password."""
-    try:
-        url = urlsplit(written)
-        _ = url.port
-    except ValueError:
-        raise ValueError(f"this is not a URL; write it as redis://host:6379/0. {_ESCAPED}") from None
+    url = _split(written, f"redis://host:6379/0. {_ESCAPED}")
     if url.scheme not in {"redis", "rediss", "unix"} or not (url.hostname or url.path):
         raise ValueError("write it as redis://host:6379/0, rediss://host:6379/0 or unix:///path")
     if url.scheme == "unix":
@@ -318,15 +315,10 @@ _URL_MAX = 2048
 
 
 def _webhook_url(written: str) -> str:
-    """Validate a URL. Messages never contain it, because it may hold a token."""
-    try:
-        url = urlsplit(written)
-        port, host = url.port, url.hostname
-    except ValueError:
-        raise ValueError("this is not a URL; write it as https://host/path") from None
-    if url.scheme not in {"http", "https"} or not host or port == 0:
+    url = _split(written, "https://host/path")
+    if url.scheme not in {"http", "https"} or not url.hostname or url.port == 0:
         raise ValueError("write it as https://host/path")
-    _no_false_address(host)
+    _no_false_address(url.hostname)
     if url.username is not None or url.password is not None:
         raise ValueError("no credentials in URLs; a webhook is signed, and its receiver checks that")
     if not written.isascii() or not written.isprintable() or " " in written:
@@ -338,9 +330,7 @@ def _webhook_url(written: str) -> str:
     return written
 
 
-WebhookUrl = Annotated[
-    str, AfterValidator(_webhook_url), Field(json_schema_extra={"pattern": "^(https?://|.*\\$\\{)"})
-]
+WebhookUrl = Annotated[str, AfterValidator(_webhook_url), _HTTP]
 
 _ORIGIN = 'write it as https://host or https://host:port, or "*" alone for every origin'
 _USUAL_PORTS = {"http": 80, "https": 443}
