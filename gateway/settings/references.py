@@ -2,7 +2,6 @@
 reported together with all other problems.
 """
 
-import ipaddress
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -180,7 +179,7 @@ def _never_sent_to(url: str, allow_private: bool) -> str:
     """Return why nothing may be sent to the IP address in a URL; "" if it may, or for a name."""
     try:
         host = urlsplit(url).hostname or ""
-        ipaddress.ip_address(host)
+        ip_address(host)
     except ValueError:
         return ""
     return address_refusal(host, allow_private=allow_private)

@@ -16,7 +16,6 @@ from gateway.core.profile import EngineFlags, Profile
 from gateway.core.swap_policy import SwapRules, Trigger
 from gateway.core.values import (
     Backend,
-    Bound,
     Capacity,
     Comparison,
     Gates,
@@ -802,16 +801,13 @@ def _given(section: Section) -> dict[str, Any]:
 
 
 def _when(section: WhenSection) -> When:
-    def given(bounds: tuple[Bound, ...] | None) -> tuple[Bound, ...]:
-        return bounds or ()
-
     return When(
-        prompt_tokens=given(section.prompt_tokens),
-        total_tokens=given(section.total_tokens),
-        max_tokens=given(section.max_tokens),
-        images=given(section.images),
-        audios=given(section.audio),
-        tools=given(section.tools),
+        prompt_tokens=section.prompt_tokens or (),
+        total_tokens=section.total_tokens or (),
+        max_tokens=section.max_tokens or (),
+        images=section.images or (),
+        audios=section.audio or (),
+        tools=section.tools or (),
         reasoning=section.reasoning,
         stream=section.stream,
         keys=section.key or (),
