@@ -16,6 +16,7 @@ from litestar.params import FromPath
 
 from gateway.core.chat_jobs import failure, job_id, response_echo
 from gateway.core.errors import GatewayError, JobNotFinished, ResponseNotFound, ShedError, StoreUnavailable
+from gateway.core.idempotency import HEADER
 from gateway.core.jobs import Job
 from gateway.core.prefer import Preference, preference
 from gateway.core.quirks.tool_markup import NOT_IN_STREAMS
@@ -169,11 +170,11 @@ class ChatJobs:
                 route=Endpoint.CHAT.value,
                 body=received.body,
                 estimate=estimate,
-                idempotency_key=received.headers.get("idempotency-key") if is_found_again else None,
+                idempotency_key=received.headers.get(HEADER) if is_found_again else None,
                 replaces=is_in_place,
             )
-        except StoreUnavailable as error:
-            if not is_in_place:
+        except GatewayError as error:
+            if not (is_in_place and isinstance(error, StoreUnavailable)):
                 self._refused(request.arrival, error, request.request.key)
                 raise
             log.warning(
@@ -184,9 +185,6 @@ class ChatJobs:
             )
             self._background.revoke(response["id"])  # it may have been accepted all the same
             return None, None
-        except GatewayError as error:
-            self._refused(request.arrival, error, request.request.key)
-            raise
         log.info(
             "request %s became job %s",
             request.arrival.id,
