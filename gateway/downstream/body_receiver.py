@@ -41,7 +41,7 @@ class BodyReceiver(asyncio.BufferedProtocol):
         uploads.reserved_bytes += size
         for part in parts:
             self._left[: len(part)] = part
-            self._take(len(part))
+            self._left = self._left[len(part) :]
 
     def body(self) -> bytes:
         """Hand over the complete body without copying it: no other view of the buffer exists any more.
@@ -63,7 +63,7 @@ class BodyReceiver(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Note that `nbytes` were received."""
-        self._take(nbytes)
+        self._left = self._left[nbytes:]
         self._on_bytes(nbytes, not self._left)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -81,6 +81,3 @@ class BodyReceiver(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         """Forward the event."""
         self._protocol.resume_writing()
-
-    def _take(self, size: int) -> None:
-        self._left = self._left[size:]
