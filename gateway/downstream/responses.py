@@ -26,6 +26,7 @@ from gateway.core.errors import (
     StoreUnavailable,
     UpstreamFailed,
 )
+from gateway.core.idempotency import HEADER
 from gateway.core.jobs import Job
 from gateway.core.responses.chat_stream import ChatStream
 from gateway.core.responses.draft import Draft, Event
@@ -217,7 +218,7 @@ class Responses:
                 facts,
                 id=asked.draft.response["id"],
                 store=store,
-                idempotency_key=received.headers.get("idempotency-key"),
+                idempotency_key=received.headers.get(HEADER),
                 route=PATH,
                 body=received.body,
             )
@@ -295,7 +296,7 @@ class Responses:
             if job is not None and self._background is not None:
                 return await self._shown(self._background, job, request)
             record = await self._record(key, response_id)
-            if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
+            if _wants_stream(request.query_params):
                 message = "Only background responses can be streamed again."
                 raise InvalidRequest(message, code="unsupported_parameter", param="stream")
             response = msgspec.json.decode(record, type=StoredResponse).response
@@ -342,7 +343,7 @@ class Responses:
     ) -> Response[Any]:
         """Return a job's current response, or its events from some number on."""
         query = request.query_params
-        if query.get("stream", "false").lower() in ("false", "0", ""):
+        if not _wants_stream(query):
             response = await background.response(job)
             answer = Response(msgspec.json.encode(response), media_type=MediaType.JSON)
             if not job.status.is_final:
@@ -358,6 +359,10 @@ class Responses:
 
         headers = {name.decode(): value.decode() for name, value in SSE_HEADERS}
         return Stream(frames(), headers=headers, media_type="text/event-stream; charset=utf-8")
+
+
+def _wants_stream(query: Mapping[str, Any]) -> bool:
+    return query.get("stream", "false").lower() not in ("false", "0", "")
 
 
 def _page(items: Sequence[Item], query: Mapping[str, Any]) -> Mapping[str, Any]:
