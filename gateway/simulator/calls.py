@@ -85,24 +85,34 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling parameters that matter to the simulation or to validation."""
+
+    choices: int
+    temperature: float | None
+    top_p: float | None
+    top_logprobs: int | None
+    seed: int | None
+    truncate: int | None
+    min_tokens: int
+    ignore_eos: bool
+    stops: tuple[str, ...]
+    keep_stop: bool
+    skip_special: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ParsedCall:
     """A valid request whose length has not been checked yet."""
 
     options: SimulatorOptions
     delivery: Delivery
     prompts: tuple[Rendered, ...]
-    choices: int
     max_tokens: int | None
-    truncate: int | None
-    seed: int | None
-    thinking: bool
-    tool: tuple[str, str] | None
-    fixed_text: str | None
-    min_tokens: int
-    ignore_eos: bool
-    stops: tuple[str, ...]
-    keep_stop: bool
-    skip_special: bool
+    sampling: Sampling
+    thinking: bool = False
+    tool: tuple[str, str] | None = None
+    fixed_text: str | None = None
 
     @property
     def chars(self) -> int:
@@ -114,7 +124,7 @@ class ParsedCall:
         window = self.options.profile.capacity.context_tokens
         chars_max = CHARS_PER_TOKEN_MAX * window
         for prompt in self.prompts:
-            if self.truncate is None and prompt.chars > chars_max:
+            if self.sampling.truncate is None and prompt.chars > chars_max:
                 raise too_many_chars(window, prompt.chars, chars_max)
 
     def call(self, counts: Sequence[int]) -> Call:
@@ -126,32 +136,32 @@ class ParsedCall:
             Refusal: a prompt leaves no room for a single token.
         """
         window = self.options.profile.capacity.context_tokens
-        if self.truncate is not None:
-            counts = [min(count, self.truncate) for count in counts]
+        if self.sampling.truncate is not None:
+            counts = [min(count, self.sampling.truncate) for count in counts]
         if max(counts) >= window:
             raise too_many_tokens(window)
         scripts = [
             self._script(prompt, min(self.max_tokens or window, window - count), index)
             for prompt, count in zip(self.prompts, counts, strict=True)
-            for index in range(self.choices)
+            for index in range(self.sampling.choices)
         ]
         max_tokens = self.max_tokens or window - counts[0]
         return Call(self.delivery, self.prompts, tuple(counts), tuple(scripts), max_tokens)
 
     def _script(self, prompt: Rendered, tokens_max: int, index: int) -> Script:
-        options = self.options
+        options, sampling = self.options, self.sampling
         wanted = ChoiceRequest(
             tokens_max,
-            self.min_tokens,
-            self.ignore_eos,
+            sampling.min_tokens,
+            sampling.ignore_eos,
             self.thinking,
             self.tool,
             self.fixed_text,
-            self.stops,
-            self.keep_stop,
+            sampling.stops,
+            sampling.keep_stop,
         )
         text = zlib.crc32(prompt.text().encode("utf-8", "replace"))
-        dice = random.Random(f"{options.seed} {self.seed} {text} {index}")
+        dice = random.Random(f"{options.seed} {sampling.seed} {text} {index}")
         script = write(
             wanted, dice, answer_tokens=options.answer_tokens, thought_tokens=options.thought_tokens
         )
@@ -160,7 +170,7 @@ class ParsedCall:
     def _with_quirks(self, script: Script) -> Script:
         quirks, stream = self.options.quirks, self.delivery.stream
         if Quirk.NULL_REASONING in quirks:
-            script = as_content(script, with_markers=not self.skip_special)
+            script = as_content(script, with_markers=not self.sampling.skip_special)
         if Quirk.STALE_TEMPLATE in quirks and self.delivery.is_chat and not self.thinking and not script.tool:
             lead = "<|channel>thought\n<channel|>" + script.tokens[0]
             script = replace(script, tokens=[lead, *script.tokens[1:]])
@@ -190,7 +200,7 @@ def read_chat(data: dict[str, Any], options: SimulatorOptions) -> ParsedCall:
     continue_final = members.boolean("continue_final_message")
     generation_prompt = members.boolean("add_generation_prompt", True)
     delivery = _delivery(members, is_chat=True)
-    common = _common(members)
+    sampling = _sampling(members)
     limit = members.integer("max_completion_tokens")
     fallback = members.integer("max_tokens")
     budget = members.object("mm_processor_kwargs").get("max_soft_tokens")
@@ -198,7 +208,7 @@ def read_chat(data: dict[str, Any], options: SimulatorOptions) -> ParsedCall:
     _check_model(data, options)
     _check_stream_options(data, delivery)
     max_tokens = limit if limit is not None else fallback
-    _check_sampling(common, max_tokens, options)
+    _check_sampling(sampling, max_tokens, options)
     if not messages:
         raise bad_request(
             "Cannot apply chat template to an empty conversation. Provide at least one message."
@@ -224,12 +234,12 @@ def read_chat(data: dict[str, Any], options: SimulatorOptions) -> ParsedCall:
         continue_final=continue_final,
         image_tokens=budget if isinstance(budget, int) else IMAGE_TOKENS,
     )
-    return _asked(
+    return ParsedCall(
         options,
         delivery,
         (rendered,),
         max_tokens,
-        common,
+        sampling,
         thinking=thinking and not continue_final,  # a continuation is part of the answer
         tool=_tool(data, messages, tools, options),
         fixed_text=_fixed_text(data, messages),
@@ -240,86 +250,39 @@ def read_completion(data: dict[str, Any], options: SimulatorOptions) -> ParsedCa
     """Parse the body of /v1/completions. Raises as `read_chat`."""
     members = Members(data)
     delivery = _delivery(members, is_chat=False)
-    common = _common(members)
+    sampling = _sampling(members)
     max_tokens = members.integer("max_tokens")
     members.finish()
     _check_model(data, options)
     _check_stream_options(data, delivery)
-    _check_sampling(common, max_tokens, options)
+    _check_sampling(sampling, max_tokens, options)
     if max_tokens is None:
         max_tokens = _COMPLETION_TOKENS
     prompts = _prompts(data.get("prompt"))
     if not prompts:
         raise bad_request("Either prompt or prompt_embeds must be provided and non-empty.")
-    return _asked(options, delivery, prompts, max_tokens, common)
+    return ParsedCall(options, delivery, prompts, max_tokens, sampling)
 
 
 # ------------------------------------------------------------------ common to both
 
 
-@dataclass(frozen=True, slots=True)
-class _Common:
-    """Sampling parameters that matter to the simulation or to validation."""
-
-    choices: int
-    temperature: float | None
-    top_p: float | None
-    top_logprobs: int | None
-    seed: int | None
-    truncate: int | None
-    min_tokens: int
-    ignore_eos: bool
-    stops: tuple[str, ...]
-    keep_stop: bool
-    skip_special: bool
-
-
-def _common(members: Members) -> _Common:
+def _sampling(members: Members) -> Sampling:
     stop = members.data.get("stop")
-    stops = (stop,) if isinstance(stop, str) else tuple(filter(_is_text, stop or ()))
+    stops = (stop,) if isinstance(stop, str) else tuple(one for one in stop or () if isinstance(one, str))
     choices = members.integer("n")
-    return _Common(
+    return Sampling(
         choices=1 if choices is None else choices,
         temperature=members.number("temperature"),
         top_p=members.number("top_p"),
         top_logprobs=members.integer("top_logprobs"),
         seed=members.integer("seed"),
-        truncate=members.integer("truncate_prompt_tokens"),
+        truncate=most if (most := members.integer("truncate_prompt_tokens")) and most > 0 else None,
         min_tokens=members.integer("min_tokens") or 0,
         ignore_eos=members.boolean("ignore_eos"),
         stops=stops,
         keep_stop=members.boolean("include_stop_str_in_output"),
         skip_special=members.boolean("skip_special_tokens", True),
-    )
-
-
-def _asked(
-    options: SimulatorOptions,
-    delivery: Delivery,
-    prompts: tuple[Rendered, ...],
-    max_tokens: int | None,
-    common: _Common,
-    *,
-    thinking: bool = False,
-    tool: tuple[str, str] | None = None,
-    fixed_text: str | None = None,
-) -> ParsedCall:
-    return ParsedCall(
-        options=options,
-        delivery=delivery,
-        prompts=prompts,
-        choices=common.choices,
-        max_tokens=max_tokens,
-        truncate=common.truncate if common.truncate and common.truncate > 0 else None,
-        seed=common.seed,
-        thinking=thinking,
-        tool=tool,
-        fixed_text=fixed_text,
-        min_tokens=common.min_tokens,
-        ignore_eos=common.ignore_eos,
-        stops=common.stops,
-        keep_stop=common.keep_stop,
-        skip_special=common.skip_special,
     )
 
 
@@ -354,7 +317,7 @@ def _check_stream_options(data: Mapping[str, Any], delivery: Delivery) -> None:
         raise bad_request("Stream options can only be defined when `stream=True`.", "stream_options")
 
 
-def _check_sampling(common: _Common, max_tokens: int | None, options: SimulatorOptions) -> None:
+def _check_sampling(sampling: Sampling, max_tokens: int | None, options: SimulatorOptions) -> None:
     window = options.profile.capacity.context_tokens
     if max_tokens is not None and max_tokens < 1:
         raise bad_request(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens", max_tokens)
@@ -365,19 +328,19 @@ def _check_sampling(common: _Common, max_tokens: int | None, options: SimulatorO
             "max_tokens",
             max_tokens,
         )
-    if common.choices < 1:
-        raise bad_request(f"n must be at least 1, got {common.choices}.")
-    if common.temperature is not None and common.temperature < 0:
-        text = f"temperature must be non-negative, got {common.temperature}."
-        raise bad_request(text, "temperature", common.temperature)
-    if common.top_p is not None and not 0 < common.top_p <= 1:
-        raise bad_request(f"top_p must be in (0, 1], got {common.top_p}.", "top_p", common.top_p)
-    if common.top_logprobs is not None and common.top_logprobs > _LOGPROBS_MAX:
+    if sampling.choices < 1:
+        raise bad_request(f"n must be at least 1, got {sampling.choices}.")
+    if sampling.temperature is not None and sampling.temperature < 0:
+        text = f"temperature must be non-negative, got {sampling.temperature}."
+        raise bad_request(text, "temperature", sampling.temperature)
+    if sampling.top_p is not None and not 0 < sampling.top_p <= 1:
+        raise bad_request(f"top_p must be in (0, 1], got {sampling.top_p}.", "top_p", sampling.top_p)
+    if sampling.top_logprobs is not None and sampling.top_logprobs > _LOGPROBS_MAX:
         text = (
-            f"Requested sample logprobs of {common.top_logprobs}, "
+            f"Requested sample logprobs of {sampling.top_logprobs}, "
             f"which is greater than max allowed: {_LOGPROBS_MAX}"
         )
-        raise bad_request(text, "logprobs", common.top_logprobs)
+        raise bad_request(text, "logprobs", sampling.top_logprobs)
 
 
 # ------------------------------------------------------------------ chat
@@ -520,7 +483,3 @@ def _prompts(prompt: object) -> tuple[Rendered, ...]:
     if all(isinstance(item, int) for item in prompt):
         return (of_ids(prompt),)
     return tuple(of_ids(item) if isinstance(item, list) else raw(str(item)) for item in prompt)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
