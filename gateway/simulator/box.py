@@ -67,7 +67,7 @@ class Box:
 
     # -------------------------------------------------------------- orders
 
-    def start(self, name: str) -> Model:
+    def start(self, name: str) -> None:
         """Start a model, which boots in the background. A loaded or booting model is left as it is.
 
         Raises:
@@ -78,15 +78,14 @@ class Box:
         if model.state is State.STOPPING:
             raise Busy(f"{name} is being stopped")
         if model.state in HOLDING or model.state is State.SLEEPING:
-            return model
+            return
         model.starts += 1
         if not self.is_refused(model, "start"):
             self.to(model, State.BOOTING)
             model.scope = anyio.CancelScope()
             self._tasks.start_soon(self._boot, model, self._next_boot(model), model.scope)
-        return model
 
-    def stop(self, name: str) -> Model:
+    def stop(self, name: str) -> None:
         """Stop a model, as by SIGTERM: its requests are cut off.
 
         Raises:
@@ -98,9 +97,8 @@ class Box:
         elif model.state is not State.STOPPING:
             self.to(model, State.STOPPING)
             self._tasks.start_soon(self._end, model, model.scope)
-        return model
 
-    def kill(self, name: str) -> Model:
+    def kill(self, name: str) -> None:
         """Kill a model, as by SIGKILL: connections are reset, and its memory is freed.
 
         Raises:
@@ -109,7 +107,6 @@ class Box:
         model = self.models[name]
         if model.state not in (State.STOPPED, State.FAILED):
             self._kill(model, "killed by an order")
-        return model
 
     # -------------------------------------------------------------- inside
 

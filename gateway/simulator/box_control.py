@@ -54,13 +54,13 @@ class Switch(Protocol):
     def violation_log(self) -> Iterable[Violation]:
         """The latest, oldest first."""
 
-    def start(self, name: str) -> Model:
+    def start(self, name: str) -> None:
         """Start a model, or raise `Busy`."""
 
-    def stop(self, name: str) -> Model:
+    def stop(self, name: str) -> None:
         """Stop a model."""
 
-    def kill(self, name: str) -> Model:
+    def kill(self, name: str) -> None:
         """Kill a model."""
 
 

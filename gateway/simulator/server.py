@@ -186,10 +186,7 @@ class Simulator:
                     await next_look()
         self._door.close()
         self._close_idle()
-        self._cut_off(self.host)
-        with anyio.move_on_after(ENDING_S):
-            while self.load:
-                await next_look()
+        await self._cut_answers()
         await self.kill()
 
     async def kill(self) -> None:
@@ -240,10 +237,7 @@ class Simulator:
                 await self._boot_again(order)
             case _:
                 self._door.close()
-                self._cut_off(self.host)
-                with anyio.move_on_after(ENDING_S):
-                    while self.load:
-                        await next_look()
+                await self._cut_answers()
                 await self._boot_again(order)
 
     async def _boot_again(self, order: FaultOrder) -> None:
@@ -273,6 +267,13 @@ class Simulator:
         """Note that an order has run its course, unless another one has replaced it."""
         if self.faults.order is order:
             self.faults.set(None)
+
+    async def _cut_answers(self) -> None:
+        """Cut off all answers, and give them `ENDING_S` to write their last bytes."""
+        self._cut_off(self.host)
+        with anyio.move_on_after(ENDING_S):
+            while self.load:
+                await next_look()
 
     def _cut_off(self, host: EngineHost) -> None:
         for answer in host.answers:
