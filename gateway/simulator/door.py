@@ -102,11 +102,11 @@ class ClientConnection(HttpToolsProtocol):
         return bool(poll.poll(0))
 
     def write(self, data: bytes) -> None:
-        """See `app.Connection.write`."""
+        """See `exchange.Connection.write`."""
         self.transport.write(data)
 
     async def close(self, *, abort: bool = False) -> None:
-        """See `app.Connection.close`."""
+        """See `exchange.Connection.close`."""
         if abort:
             self.transport.abort()
         else:
