@@ -161,9 +161,9 @@ def manual(tokens: int) -> Ask:
     )
 
 
-def reasoning(question: str, *, stream: bool, max_tokens: int = 700) -> Ask:
+def reasoning(question: str, *, stream: bool) -> Ask:
     """Return a question that is to be thought about."""
-    body = {"messages": _user(question), "max_tokens": max_tokens, "reasoning_effort": "high"}
+    body = {"messages": _user(question), "max_tokens": 700, "reasoning_effort": "high"}
     return Ask(Kind.REASONING, body, stream, question)
 
 

@@ -155,14 +155,14 @@ class Stage:
         await self._story.until(lambda: all(job.is_over for job in jobs))
         self._story.note(self._now(), f"all {len(jobs)} jobs for {QWEN} have ended", "good")
 
-    async def until_in(self, backend: str, *, serves: bool) -> bool:
+    async def until_in(self, backend: str, *, serves: bool) -> None:
         """Wait until a model of the box is coming in; `serves`: until it serves."""
 
         def is_in() -> bool:
             box = self._story.box
             return box.backend == backend and (box.state == "resident" or not serves)
 
-        return await self.until(f"{BOX} ran {backend}", is_in)
+        await self.until(f"{BOX} ran {backend}", is_in)
 
     def release_streams(self) -> None:
         """Let answers be streamed again."""

@@ -225,11 +225,9 @@ class Story:
             self.entries.append(burst)
         return exchange
 
-    def note(self, at: float, text: str, mood: str = "plain") -> Note:
+    def note(self, at: float, text: str, mood: str = "plain") -> None:
         """Note an event."""
-        note = Note(at, text, mood)
-        self.entries.append(note)
-        return note
+        self.entries.append(Note(at, text, mood))
 
     def counts(self) -> Mapping[Stage, int]:
         """Return how many requests are at each stage."""
