@@ -6,7 +6,7 @@ counted only once, either here or in the pipeline.
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
@@ -29,12 +29,13 @@ from gateway.downstream.reading import Received, Work
 from gateway.downstream.relay import HttpDownstream, send_body, send_json
 from gateway.downstream.responses import PATH as RESPONSES
 from gateway.downstream.responses import check_depth
+from gateway.downstream.serving import Serving
 from gateway.downstream.waiting_caller import Waiter, WaitingCaller, for_submitter
 from gateway.downstream.wire import WireRequest
 from gateway.events import about
 from gateway.pipeline import CallerStalled, Pipeline, patience_s
 from gateway.pipeline.caller import KEEP_ALIVE_S
-from gateway.ports import Arrival, Clock, Headers
+from gateway.ports import Clock, Headers
 
 log = logging.getLogger("gateway.downstream")
 
@@ -52,26 +53,14 @@ class ChatJobs:
         pipeline: Pipeline,
         keys: KeyRing,
         clock: Clock,
-        refused: Callable[[Arrival, GatewayError, str | None], None],
-        is_ending: Callable[[], bool],
+        serving: Serving,
     ) -> None:
-        """Submit jobs to `background`, and pass everything else to `pipeline`.
-
-        Args:
-            background: Where jobs are submitted.
-            pipeline: Serves everything else.
-            keys: The API keys.
-            clock: Source of times.
-            refused: Records a request that ended before it became a job.
-            is_ending: Whether this process cuts off its callers: then a cancelled request does not mean that
-                its caller has left.
-        """
+        """Submit jobs to `background`, and pass everything else to `pipeline`."""
         self._background = background
         self._pipeline = pipeline
         self._keys = keys
         self._clock = clock
-        self._refused = refused
-        self._is_ending = is_ending
+        self._serving = serving
         self.waiting = 0  # callers being served synchronously
 
     @staticmethod
@@ -175,7 +164,7 @@ class ChatJobs:
             )
         except GatewayError as error:
             if not (is_in_place and isinstance(error, StoreUnavailable)):
-                self._refused(request.arrival, error, request.request.key)
+                self._serving.refused(request.arrival, error, request.request.key)
                 raise
             log.warning(
                 "request %s is served without the queue: %s",
@@ -229,7 +218,7 @@ class ChatJobs:
             if wait.cancelled_caught:
                 await in_place.cut(job)
         except (anyio.get_cancelled_exc_class(), CallerStalled, OSError):
-            if not self._is_ending():
+            if not self._serving.is_ending:
                 await in_place.left(job)
             raise
         finally:

@@ -128,12 +128,7 @@ class Applications:
         self._chat_jobs = None
         if background is not None:
             self._chat_jobs = ChatJobs(
-                background=background,
-                pipeline=pipeline,
-                keys=keys,
-                clock=clock,
-                refused=self.serving.refused,
-                is_ending=lambda: self.serving.is_ending,
+                background=background, pipeline=pipeline, keys=keys, clock=clock, serving=self.serving
             )
         relayed = Relayed(Endpoint.COMPLETIONS, pipeline, readers, rules)
         self._completions: Read = partial(self._idempotency.read, read=relayed.read)
