@@ -120,7 +120,9 @@ class WaitingCaller:
         error.headers = (*self._waiter.headers, *error.headers)
         if not self._is_open:
             raise error
-        await self._bounded(error)
+        with while_caller_reads():
+            await self._downstream.fail(error, error.code)
+            await self._downstream.finish()
 
     # -------------------------------------------------------------- a non-streamed answer
 
@@ -183,19 +185,12 @@ class WaitingCaller:
 
     async def _send(self, data: bytes) -> None:
         """Send a part of the stream, preceded by the headers if it is the first."""
-        await self._bounded(data)
-        self._comment_at = self._clock.now() + KEEP_ALIVE_S
-
-    async def _bounded(self, sent: bytes | GatewayError) -> None:
         with while_caller_reads():
             if not self._is_open:
                 self._is_open = True
                 await self._downstream.start(200, (*SSE_HEADERS, *self._waiter.headers))
-            if isinstance(sent, bytes):
-                await self._downstream.send(sent)
-            else:
-                await self._downstream.fail(sent, sent.code)
-                await self._downstream.finish()
+            await self._downstream.send(data)
+        self._comment_at = self._clock.now() + KEEP_ALIVE_S
 
     # -------------------------------------------------------------- time
 
