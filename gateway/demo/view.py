@@ -159,7 +159,6 @@ def _fleet_heading(width: int) -> Text:
     label = "share of its knee in use" if bar >= 25 else "knee in use"
     return _line(
         width,
-        Cell("", 0),
         Cell("backend", 8),
         Cell("state", 9),
         Cell(label, bar),
@@ -184,7 +183,6 @@ def _backend(gauge: Gauge, speed: float, width: int) -> Text:
     quiet = "dim" if not gauge.in_flight else ""
     line = _line(
         width,
-        Cell("", 0),
         Cell(gauge.name, 8, "bold"),
         Cell(gauge.state, 9, state),
     )
@@ -192,7 +190,6 @@ def _backend(gauge: Gauge, speed: float, width: int) -> Text:
     line.append_text(_bar(gauge.knee_used, bar))
     rest = _line(
         width - 20 - bar,
-        Cell("", 0),
         Cell(str(gauge.in_flight), 5, quiet or "bold", right=True),
         Cell(words.share(gauge.knee_used), 4, quiet, right=True),
         Cell(engine, 8, quiet, right=True),
@@ -270,7 +267,6 @@ def _list_heading(width: int) -> Text:
     columns = _columns(width)
     return _line(
         width,
-        Cell("", 0),
         Cell("", 3),
         Cell("request", columns.what),
         Cell("class", columns.traffic_class),
@@ -307,7 +303,6 @@ def _exchange_row(exchange: Exchange, speed: float, now: float, width: int) -> T
     why, why_style = _why_of(exchange, columns.why)
     return _line(
         width,
-        Cell("", 0),
         _mark(exchange, now),
         Cell(_what(exchange, columns.what), columns.what, "" if over else "bold"),
         Cell(exchange.traffic_class, columns.traffic_class, CLASS_STYLES.get(exchange.traffic_class, "")),
@@ -350,7 +345,6 @@ def _burst_row(burst: Sequence[Exchange], speed: float, now: float, width: int) 
         why += f"; {moved} retried" if moved else ""
     return _line(
         width,
-        Cell("", 0),
         mark,
         Cell(progress, columns.what, "" if len(over) == len(burst) else "bold"),
         Cell(next(iter(classes), ""), columns.traffic_class, CLASS_STYLES.get(next(iter(classes), ""), "")),
@@ -417,11 +411,10 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def _line(width: int, *cells: Cell, style: str = "") -> Text:
-    """Return the cells, one blank between them, in a line of exactly `width` characters."""
+    """Return the cells, a blank before each of them, in a line of exactly `width` characters."""
     line = Text(no_wrap=True, end="")
-    for number, cell in enumerate(cells):
-        if number:
-            line.append(" ")
+    for cell in cells:
+        line.append(" ")
         text = words.cut(cell.text, cell.width)
         padding = " " * (cell.width - cell_len(text))
         line.append(padding + text if cell.right else text + padding, cell.style or None)
