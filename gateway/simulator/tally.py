@@ -65,11 +65,7 @@ _HELP = {
     "simulator:lost_seconds_total": "Seconds of the clock by which steps were late and stayed so.",
 }
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
-_SLEEP_STATES: dict[str, tuple[int | None, ...]] = {
-    "awake": (None,),
-    "weights_offloaded": (1,),
-    "discard_all": (2,),
-}
+_SLEEP_STATES = {"awake": None, "weights_offloaded": 1, "discard_all": 2}
 
 _CHANGES_MAX = 65_536
 
@@ -218,8 +214,8 @@ class Tally:
                 f'{labels},reason="deferred"': 0.0,
             },
             "vllm:engine_sleep_state": {
-                f'{labels},sleep_state="{state}"': float(sleep_level in levels)
-                for state, levels in _SLEEP_STATES.items()
+                f'{labels},sleep_state="{state}"': float(sleep_level == level)
+                for state, level in _SLEEP_STATES.items()
             },
             "vllm:kv_cache_usage_perc": {labels: engine.kv_usage},
             "vllm:prefix_cache_queries_total": {labels: 0.0},
