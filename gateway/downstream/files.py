@@ -75,18 +75,6 @@ class Files:
         self._turns = anyio.CapacityLimiter(UPLOADS_MAX)
         self._turns_of: dict[str, anyio.CapacityLimiter] = {}
 
-    async def find(self, key: str | None, id: str, param: str | None = None) -> StoredFile:
-        """Return a file of this API key.
-
-        Raises:
-            FileNotFound: it does not exist.
-        """
-        file = await self._store.get(id)
-        if file is None or file.new.key != key:
-            message = f"No file {id[:64]!r} is kept here for this key: it is unknown, deleted or expired."
-            raise FileNotFound(message, param=param)
-        return file
-
     def handlers(self) -> Sequence[BaseRouteHandler]:
         """Return the route handlers."""
 
@@ -116,25 +104,32 @@ class Files:
         @get(PATH + "/{file_id:str}")
         async def retrieve(request: Request[Any, Any, Any], file_id: FromPath[str]) -> Mapping[str, Any]:
             key = self._keys.name_of(request.headers.get("authorization"))
-            return file_object(await self.find(key, file_id))
+            return file_object(await self._find(key, file_id))
 
         @get(PATH + "/{file_id:str}/content")
         async def content(request: Request[Any, Any, Any], file_id: FromPath[str]) -> Stream:
             key = self._keys.name_of(request.headers.get("authorization"))
-            file = await self.find(key, file_id)
+            file = await self._find(key, file_id)
             headers = {"content-length": str(file.size_bytes)}
             return Stream(self._content(file), headers=headers, media_type="application/octet-stream")
 
         @delete(PATH + "/{file_id:str}", status_code=200)
         async def forget(request: Request[Any, Any, Any], file_id: FromPath[str]) -> Mapping[str, Any]:
             key = self._keys.name_of(request.headers.get("authorization"))
-            file = await self.find(key, file_id)
+            file = await self._find(key, file_id)
             if await self._store.delete(file.id) is FileRefusal.IN_USE:
                 message = "A batch that has not ended reads this file: cancel it, or wait for its end."
                 raise InvalidRequest(message, code="file_in_use")
             return {"id": file.id, "object": "file", "deleted": True}
 
         return [upload, list_, retrieve, content, forget]
+
+    async def _find(self, key: str | None, id: str) -> StoredFile:
+        file = await self._store.get(id)
+        if file is None or file.new.key != key:
+            message = f"No file {id[:64]!r} is kept here for this key: it is unknown, deleted or expired."
+            raise FileNotFound(message)
+        return file
 
     async def _content(self, file: StoredFile) -> AsyncIterator[bytes]:
         offset = 0
