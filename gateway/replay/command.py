@@ -60,9 +60,9 @@ def replay(files: tuple[Path, ...], config: Path, as_json: bool) -> None:
         show(report)
 
 
-def show(report: Report, console: Console | None = None) -> None:
+def show(report: Report) -> None:
     """Print a report for people."""
-    console = console or Console(highlight=False)
+    console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPED_WIDTH)
     for line in _head(report):

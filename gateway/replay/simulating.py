@@ -24,7 +24,7 @@ class Past:
     """A recorded request that arrives again; see `core.virtual_fleet.Arriving`.
 
     Attributes:
-        entry: Its position in the log.
+        entry: The request as it was recorded.
         asked, key: Its features, and the name of its caller's API key.
         patience: How long its caller waits.
         is_guessed: Whether the length of its answer is unknown.
