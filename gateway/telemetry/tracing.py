@@ -217,7 +217,7 @@ class Tracing(Recorder):
 
 
 class _Spans:
-    """The spans of one request; may be iterated once."""
+    """The spans of one request, its own last."""
 
     def __init__(
         self,
