@@ -81,6 +81,9 @@ def all_metrics() -> CollectorRegistry:
         "count_drifts",
         "snapshots",
         "waiting",
+        "oldest_waits_s",
+        "wait_limits_s",
+        "wants",
         "boxes",
         "store_modes",
     )

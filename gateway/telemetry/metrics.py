@@ -88,11 +88,11 @@ class Metrics:
         waiting: Callable[[], Mapping[tuple[str, str], int]],
         replicas: Callable[[], int],
         store_modes: Callable[[], Mapping[str, bool]],
-        oldest_waits_s: Callable[[], Mapping[tuple[str, str], float]] = dict,
-        wait_limits_s: Callable[[], Mapping[tuple[str, str], float]] = dict,
-        wants: Callable[[], Mapping[str, Backlog]] = dict,
-        boxes: Callable[[], Mapping[str, BoxSnapshot]] = dict,
-        dropped_lines: Callable[[], int] = int,
+        oldest_waits_s: Callable[[], Mapping[tuple[str, str], float]],
+        wait_limits_s: Callable[[], Mapping[tuple[str, str], float]],
+        wants: Callable[[], Mapping[str, Backlog]],
+        boxes: Callable[[], Mapping[str, BoxSnapshot]],
+        dropped_lines: Callable[[], int],
     ) -> None:
         """Read gauges from these callables when scraped: per backend id; queues per (model, class).
 

@@ -78,9 +78,12 @@ ATTEMPT = AttemptRecord("light-0", "light", "short_chat", Outcome.FAILED, "statu
 
 
 def metrics(**fields: object) -> Metrics:
-    nothing = ("loads", "statuses", "drifts", "count_drifts", "snapshots", "waiting", "store_modes")
-    sources = {"backends": lambda: BACKENDS, "replicas": lambda: 1, **dict.fromkeys(nothing, dict)}
-    return Metrics(**{**sources, **fields})  # type: ignore[arg-type]
+    nothing = (
+        *("loads", "statuses", "drifts", "count_drifts", "snapshots", "waiting", "store_modes"),
+        *("oldest_waits_s", "wait_limits_s", "wants", "boxes"),
+    )
+    sources = {"backends": lambda: BACKENDS, "replicas": lambda: 1, "dropped_lines": int}
+    return Metrics(**{**sources, **dict.fromkeys(nothing, dict), **fields})  # type: ignore[arg-type]
 
 
 def value(subject: Metrics, name: str, **labels: str) -> float | None:
