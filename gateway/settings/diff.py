@@ -20,8 +20,6 @@ LIVE = frozenset(
 AT_START = tuple(name for name in Document.model_fields if name not in LIVE)
 """Sections that are read once, at startup."""
 
-_NOTHING: Mapping[str, int] = {}
-
 
 @dataclass(frozen=True, slots=True)
 class Changes:
@@ -39,7 +37,7 @@ class Changes:
         return bool(self.now or self.at_start)
 
 
-def changes(old: Document, new: Document, in_flight: Mapping[str, int] = _NOTHING) -> Changes:
+def changes(old: Document, new: Document, in_flight: Mapping[str, int]) -> Changes:
     """Return the differences. `in_flight`: running requests per backend, which finish there."""
     return Changes(
         (

@@ -218,11 +218,11 @@ class Settings:
         """Whether this process runs jobs."""
         return self.jobs is not None and (self.is_job_worker or self.jobs.work_in_serve)
 
-    def for_job_worker(self, admin: str | None = None) -> "Settings":
+    def for_job_worker(self, admin: str | None) -> "Settings":
         """Return the settings of a process that only runs jobs, without a listener for applications.
 
         Args:
-            admin: Address for operators in the file's notation, overriding the file.
+            admin: Address for operators in the file's notation; None: the file's own.
 
         Raises:
             ConfigError: there are no jobs, or limits would not be shared between processes.
@@ -341,7 +341,7 @@ class Settings:
         """Machines on which models take turns, by name."""
         return self.document.boxes
 
-    def box_rules(self, name: str, settle_s: float = 0.0) -> BoxRules:
+    def box_rules(self, name: str, settle_s: float) -> BoxRules:
         """Return the rules for a box. `settle_s`: minimum drain time, so that other gateways notice it."""
         section = self.document.boxes[name]
         triggers = {member: Trigger(one.jobs, one.max_wait_s) for member, one in section.backends.items()}
