@@ -37,7 +37,7 @@ from gateway.core.jobs import (
 from gateway.core.responses.draft import Event
 from gateway.core.responses.replay import JobFacts, Replay
 from gateway.core.usage import Ending, RequestRecord
-from gateway.core.values import Decision, Estimate
+from gateway.core.values import Changes, Decision, Estimate
 from gateway.events import about
 from gateway.pipeline import Pipeline
 from gateway.ports import Clock, Incoming, JobStore, Recorder
@@ -61,6 +61,9 @@ RETRY_AFTER_S = 5
 RETRY_AFTER_MAX_S = 59
 LANES_FOR_S = 2.0
 """Maximum age of the figures from which expected starts are computed."""
+
+STREAMED: Changes = {("stream",): True, ("stream_options",): {"include_usage": True}}
+"""What makes a chat that of a job: its answer is streamed, with usage."""
 
 PRIORITY_HEADER = "x-gateway-priority"
 EXPIRES_HEADER = "x-gateway-expires-s"
@@ -200,7 +203,7 @@ class Background:
                 id=id,
                 key=request.key,
                 lane=f"{decision.model}/{decision.traffic_class}",
-                body=streamed(incoming.body_for(request.model)),
+                body=incoming.body_for(request.model, STREAMED),
                 facts=facts.encoded(),
                 priority=self._priority(request.key, request.headers),
                 keep_s=self._rules.keep_s if store else self._rules.unstored_keep_s,
@@ -492,14 +495,6 @@ def headers_kept(headers: Mapping[str, str]) -> dict[str, str]:
         if name.startswith("x-") and len(name) + len(value) <= _HEADER_CHARS_KEPT
     }
     return dict(list(own.items())[:_HEADERS_KEPT])
-
-
-def streamed(body: bytes) -> bytes:
-    """Return a chat body changed to request a stream with usage."""
-    members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    members["stream"] = msgspec.Raw(b"true")
-    members["stream_options"] = msgspec.Raw(b'{"include_usage":true}')
-    return msgspec.json.encode(members)
 
 
 def _expires_s(headers: Mapping[str, str]) -> float | None:

@@ -31,7 +31,7 @@ from gateway.core.responses.replay import JobFacts
 from gateway.core.responses.request import chat_param_here, metadata_of
 from gateway.core.values import Endpoint
 from gateway.downstream import wire
-from gateway.downstream.background import Background, headers_kept, streamed
+from gateway.downstream.background import STREAMED, Background, headers_kept
 from gateway.downstream.files import FileRules, expiry_of, limit_of, page_of
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.reading import BodyReaders, Received
@@ -221,7 +221,7 @@ class BatchLines:
                 id=response_id(token),
                 key=batch.key,
                 lane=lane,
-                body=streamed(incoming.body_for(incoming.request.model)),
+                body=incoming.body_for(incoming.request.model, STREAMED),
                 facts=facts.encoded(),
                 priority=JobPriority.BATCH,
                 batch=batch.id,
