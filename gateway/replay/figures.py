@@ -155,12 +155,8 @@ def recorded(decided: Sequence[Entry], targets: Callable[[str], float]) -> Side:
             backend=past.backend,
         )
 
-    own = [entry for entry in decided if entry.past.traffic_class and not _is_refused(entry)]
+    own = [one for one in decided if one.past.traffic_class and one.past.ending is not Ending.REJECTED]
     return _side(map(outcome, own), targets, decided[0].past.at if decided else 0.0)
-
-
-def _is_refused(entry: Entry) -> bool:
-    return entry.past.ending is Ending.REJECTED
 
 
 def simulated(run: Run) -> Side:
@@ -181,13 +177,9 @@ def simulated(run: Run) -> Side:
             backend=fate.backend,
         )
 
-    let_in = [fate for fate in run.fates if fate.arrival.id in run.classes and not _is_misfit(fate)]
+    let_in = [one for one in run.fates if one.arrival.id in run.classes and one.refused not in _MISFITS]
     first_at = run.fates[0].arrival.at if run.fates else 0.0
     return _side(map(outcome, let_in), targets(run.policy), first_at)
-
-
-def _is_misfit(fate: Fate[Past]) -> bool:
-    return fate.refused in _MISFITS
 
 
 _MISFITS = frozenset(
