@@ -294,7 +294,7 @@ def _back_at(box: Box, backend: str, took: Mapping[str, float], now: float) -> f
             return now + 1
         case State.BOOTING if box.backend == backend:
             return max(now + 1, box.since + own)
-        case State.DRAINING | State.STOPPING if box.target and box.target != backend:
+        case State.DRAINING | State.STOPPING if box.target != backend:
             return now + took.get(box.target, 0.0) + own
     return now + own
 
@@ -402,8 +402,7 @@ def _taken_over(box: Box, event: OwnershipTaken, now: float, rules: BoxRules) ->
         return _order(_enter(box, State.UNKNOWN, now, why), Task.INSPECT)
     if box.state is State.DRAINING and is_lifted:  # no requests may be sent to it before it is checked again
         why = f"{box.backend} is tried again: the gateway has been restarted"
-        box = replace(box, target="", cause=Cause.NOTHING)
-        return _order(_enter(box, State.UNKNOWN, now, why), Task.INSPECT)
+        return _order(_enter(replace(box, target=""), State.UNKNOWN, now, why), Task.INSPECT)
     match box.state:
         case State.RESIDENT if event.is_first:
             why = f"{box.backend} was in when the last gateway left"
@@ -456,7 +455,7 @@ def _judged(box: Box, look: Observation) -> tuple[Box, bool]:
     count, known = look.restarts.get(name, 0), box.known_restarts.get(name)
     is_ours = box.state not in (State.RESIDENT, State.UNKNOWN, State.CHECKING)
     has_restarted = known is not None and count > known and not is_ours
-    if known == count or (has_restarted and (box.state is not State.RESIDENT or name in look.lost)):
+    if has_restarted and (box.state is not State.RESIDENT or name in look.lost):
         return box, False
     return replace(box, known_restarts={name: count}), has_restarted
 
@@ -628,7 +627,7 @@ def _boot(box: Box, now: float, reason: str) -> Step:
 
 
 def _check(box: Box, now: float, reason: str) -> Step:
-    box = replace(box, target="", pending=(), is_started=False, cause=Cause.NOTHING)
+    box = replace(box, is_started=False)
     return _order(_enter(box, State.CHECKING, now, reason), Task.CHECK, box.backend)
 
 
@@ -654,7 +653,7 @@ def _quarantined(box: Box, reason: str, now: float, rules: BoxRules, *, is_gone:
     home = _fallback(box, rules)
     if not home:
         return _failed(box, f"{name} is in quarantine ({reason}), and the box has no other model to run", now)
-    box = replace(box, target=home, pending=(), is_started=False, cause=Cause.NOTHING)
+    box = replace(box, target=home, is_started=False)
     return _enter(box, State.DRAINING, now, f"{name} is in quarantine: {reason}"), ()
 
 

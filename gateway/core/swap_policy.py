@@ -158,7 +158,7 @@ class Plan:
 
     def is_due(self, now: float) -> bool:
         """Return whether the swap begins now."""
-        return bool(self.target) and self.at is not None and self.at <= now
+        return self.at is not None and self.at <= now
 
 
 def plan(rules: SwapRules, here: Residency, now: float) -> Plan:

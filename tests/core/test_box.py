@@ -108,6 +108,21 @@ def test_of_several_models_that_are_in_the_default_stays() -> None:
     assert box.ordered == [(Task.STOP, "qwen")]
     assert not is_out(box.box, "gemma")
     assert box.done().ordered == [(Task.CHECK, "gemma")]
+    # Whatever its place.
+    rules = replace(RULES, swaps=replace(RULES.swaps, default="qwen"))
+    assert Script(rules=rules).on(OwnershipTaken()).found("gemma", "qwen").ordered == [(Task.STOP, "gemma")]
+
+
+def test_of_several_models_that_are_in_the_one_that_was_in_stays() -> None:
+    box = Script(replace(gemma_resident().box, backend="qwen")).look(lost=frozenset({"qwen"}))
+    assert box.found("gemma", "qwen").ordered == [(Task.STOP, "gemma")]
+    assert box.done().ordered == [(Task.CHECK, "qwen")]
+
+
+def test_of_several_models_that_are_in_one_in_quarantine_is_stopped() -> None:
+    box = Script(Box(quarantine={"gemma": Quarantine("canary failed", 500.0)})).on(OwnershipTaken())
+    assert box.found("gemma", "qwen").ordered == [(Task.STOP, "gemma")]
+    assert box.done().ordered == [(Task.CHECK, "qwen")]
 
 
 def test_of_three_models_the_others_are_stopped_one_after_another() -> None:
@@ -152,6 +167,7 @@ def test_a_swap_drains_stops_boots_and_checks() -> None:
     assert box.look(1, wants=QWEN_WANTED).ordered == [(Task.STOP, "gemma")]
     assert is_out(box.box, "gemma")
     assert box.done(after_s=10).ordered == [(Task.START, "qwen")]
+    assert box.box.reason == "2 requests wait for qwen; it has to boot"
     assert not is_out(box.box, "qwen")
 
     # A server that answers before its start was carried out is not the one that was started.
@@ -172,6 +188,8 @@ def test_every_swap_boots_its_model() -> None:
     assert (box.done().at, box.ordered) == ((State.BOOTING, "gemma", ""), [(Task.START, "gemma")])
     assert box.look(1, ready=frozenset({"gemma"})).ordered == []  # its start is still being carried out
     assert box.box.cause is Cause.NOTHING
+    box.done().look(249, ready=frozenset({"gemma"}))
+    assert box.box.boot_s == {"qwen": 300.0, "gemma": 250.0}
 
 
 def test_others_get_time_to_learn_that_it_drains() -> None:
@@ -197,7 +215,8 @@ def test_a_swap_is_not_called_off_for_a_model_that_is_gone() -> None:
 def test_a_swap_is_called_off_for_those_that_wait_here_and_goes_on_when_they_have_started() -> None:
     box = gemma_resident().look(wants=QWEN_WANTED, in_flight={"gemma": 1})
     both = {**QWEN_WANTED, "gemma": Backlog(4, box.now + 1)}
-    assert box.look(10, wants=both, in_flight={"gemma": 1}).at == (State.RESIDENT, "gemma", "")
+    # However long the answer that it drains for, the model is at work.
+    assert box.look(700, wants=both, in_flight={"gemma": 1}).at == (State.RESIDENT, "gemma", "")
     # Those four go first; one that came after them waits for the model to come back.
     assert box.look(1, wants=both, in_flight={"gemma": 1}).at[0] is State.RESIDENT
     later = {**QWEN_WANTED, "gemma": Backlog(1, box.now)}
@@ -247,13 +266,15 @@ def test_a_batch_that_nobody_works_off_holds_the_swap_for_as_long_as_the_others_
     ("qwen_in", "wants", "reason"),
     [
         (False, {"qwen": Backlog(3, 1000.0)}, "3 requests wait for qwen"),
+        (False, {"phi": Backlog(1, 1000.0)}, "a request waits for phi"),
         (False, {"qwen": Backlog(1, 400.0)}, "a request has waited 600 s for qwen"),
         (True, {}, "back to gemma: nothing waits for the resident model"),
     ],
 )
 def test_a_swap_says_why(qwen_in: bool, wants: Mapping[str, Backlog], reason: str) -> None:
+    rules = replace(RULES, swaps=replace(RULES.swaps, triggers={**RULES.swaps.triggers, "phi": Trigger(1)}))
     box = Script(
-        Box(State.RESIDENT, backend="qwen" if qwen_in else "gemma"), now=2000.0 if qwen_in else 1000.0
+        Box(State.RESIDENT, backend="qwen" if qwen_in else "gemma"), rules, 2000.0 if qwen_in else 1000.0
     )
     assert (box.look(wants=wants).at[0], box.box.reason) == (State.DRAINING, reason)
 
@@ -269,7 +290,8 @@ def test_after_a_swap_what_was_queued_goes_first_though_the_other_queue_is_overd
 
 
 def test_a_batch_that_only_newer_requests_overtake_does_not_keep_the_other_model_out() -> None:
-    box = Script(Box(State.CHECKING, 900.0, backend="qwen", number=3)).done()
+    # The machine is up for long, and when a batch last moved is hours ago.
+    box = Script(Box(State.CHECKING, 8900.0, backend="qwen", number=3), now=9000.0).done()
     came_in = box.now
 
     def both(oldest_at: float) -> Mapping[str, Backlog]:
@@ -277,14 +299,25 @@ def test_a_batch_that_only_newer_requests_overtake_does_not_keep_the_other_model
         return {"qwen": Backlog(3, oldest_at, box.now - 1), "gemma": Backlog(9, 100.0)}
 
     busy = {"qwen": 1}
-    box.look(1, wants=both(400.0), in_flight=busy)
-    assert box.look(1498, wants=both(402.0), in_flight=busy).at[0] is State.RESIDENT
+    assert box.look(1, wants=both(400.0), in_flight=busy).at[0] is State.RESIDENT
+    assert box.look(400, wants=both(400.0), in_flight=busy).at[0] is State.RESIDENT
+    assert box.look(1098, wants=both(402.0), in_flight=busy).at[0] is State.RESIDENT
     assert box.now == came_in + 1499
     # It has moved, so it has as long again; and it has not if an age is off by a little.
     box.look(1498, wants=both(402.1), in_flight=busy)
     assert box.look(1, wants=both(402.2), in_flight=busy).at[0] is State.RESIDENT
     assert box.look(1, wants=both(402.3), in_flight=busy).at == (State.DRAINING, "qwen", "gemma")
     assert box.look(1, wants=both(402.3), in_flight=busy).at[0] is State.DRAINING
+
+
+def test_one_of_a_batch_that_turns_up_after_hours_has_not_been_overtaken_for_hours() -> None:
+    box = gemma_resident(batch_at=1000.0, oldest_at=1000.0, moved_at=1000.0)
+    busy = {"gemma": 1}
+    for _ in range(3):
+        box.look(1000, wants={"gemma": Backlog(1, 1500.0, box.now)}, in_flight=busy)
+    late = {"gemma": Backlog(2, 900.0, box.now), "qwen": Backlog(2, box.now - 700)}
+    assert box.look(1, wants=late, in_flight=busy).at[0] is State.RESIDENT
+    assert outlook(RULES, box.box, late, box.now).held_by_batch
 
 
 # ------------------------------------------------------------------ what goes wrong
@@ -355,6 +388,7 @@ def test_a_box_that_has_failed_is_looked_at_from_then_on_at_intervals() -> None:
     for pause_s in COMMAND_PAUSES_S:
         box.done("exit status 255").look(pause_s)
     assert box.done("exit status 255").at == (State.FAILED, "", "")
+    assert (box.box.cause, box.box.pending) == (Cause.NOTHING, ())
     assert box.look(INSPECT_S - 1).orders == ()
     assert box.look(1).ordered == [(Task.INSPECT, "")]
     assert box.found().look(INSPECT_S - 1).orders == ()
@@ -480,6 +514,14 @@ def test_a_model_that_disappeared_once_too_often_and_is_in_again_was_started_by_
     assert box.done().at == (State.RESIDENT, "gemma", "")
 
 
+def test_a_model_that_restarted_once_too_often_and_never_went_was_started_by_nobody() -> None:
+    box = gemma_resident(
+        restarts={"gemma": (950.0,)}, quarantine={"qwen": Quarantine("canary failed", 900.0)}
+    )
+    assert box.look(restarts={"gemma": 1}).at[0] is State.FAILED
+    assert box.look(INSPECT_S).found("gemma").at[0] is State.FAILED
+
+
 def test_a_first_restart_is_asked_and_forgiven_a_second_is_not() -> None:
     box = gemma_resident().look(restarts={"gemma": 1})
     assert (box.at, box.ordered) == ((State.CHECKING, "gemma", ""), [(Task.CHECK, "gemma")])
@@ -537,9 +579,13 @@ def test_one_that_was_only_out_of_reach_is_asked_and_nothing_is_held_against_it(
 
 
 def test_one_that_was_back_before_anybody_looked_has_restarted() -> None:
-    box = gemma_resident().look(lost=frozenset({"gemma"})).found("gemma").look(restarts={"gemma": 1}).done()
-    assert box.look(1, restarts={"gemma": 1}).at[0] is State.CHECKING
-    assert len(box.box.restarts["gemma"]) == 1
+    restarted: Mapping[str, Any] = {"restarts": {"gemma": 1}}
+    lost: Mapping[str, Any] = {"lost": frozenset({"gemma"})}
+    inspected = gemma_resident().look(**lost).look(1, **lost, **restarted).look(1, **restarted).found("gemma")
+    checked = gemma_resident().look(**lost).found("gemma").look(**restarted)
+    for box in (inspected, checked):
+        assert box.done().look(1, **restarted).at[0] is State.CHECKING
+        assert len(box.box.restarts["gemma"]) == 1
 
 
 def test_a_restart_of_one_that_is_gone_is_judged_when_it_is_in_again() -> None:
@@ -653,7 +699,10 @@ def test_another_chance_begins_with_the_canary_though_the_box_drains() -> None:
         pytest.param(Box(State.RESIDENT, backend="phi"), id="resident"),
         pytest.param(Box(State.DRAINING, backend="phi", target="gemma"), id="draining"),
         pytest.param(Box(State.DRAINING, backend="gemma", target="phi"), id="draining-for"),
-        pytest.param(Box(State.STOPPING, backend="gemma", target="qwen", pending=("phi",)), id="stopping"),
+        pytest.param(
+            Box(State.STOPPING, backend="gemma", target="qwen", pending=("phi",), cause=Cause.JOBS),
+            id="stopping",
+        ),
         pytest.param(Box(State.BOOTING, backend="phi", is_started=True), id="booting"),
         pytest.param(Box(State.CHECKING, backend="phi"), id="checking"),
     ],
@@ -661,6 +710,7 @@ def test_another_chance_begins_with_the_canary_though_the_box_drains() -> None:
 def test_a_box_left_by_another_configuration_is_looked_at_anew(left: Box) -> None:
     box = Script(left).on(OwnershipTaken())
     assert (box.at, box.ordered) == ((State.UNKNOWN, "", ""), [(Task.INSPECT, "")])
+    assert (box.box.pending, box.box.cause) == ((), Cause.NOTHING)
     assert box.box.reason == "phi is no longer a backend of this box"
     assert box.found("gemma").ordered == [(Task.CHECK, "gemma")]
     assert box.done().look(1, wants=QWEN_WANTED).at[0] is State.RESIDENT
@@ -674,6 +724,12 @@ def test_without_an_owner_the_one_model_that_is_in_is_used() -> None:
     box = unowned(frozenset({"qwen"}), 1000.0)
     assert box is not None
     assert objection(box, "qwen") is None
+    # All that is known of it begins now.
+    assert outlook(RULES, box, {}, 1000.0) == Plan(Cause.IDLE, "gemma", 2800.0)
+    waits = {"qwen": Backlog(1, 1001.0), "gemma": Backlog(4, 900.0)}
+    assert outlook(RULES, box, waits, 1002.0) == Plan(Cause.JOBS, "gemma", 1300.0)
+    waits["qwen"] = Backlog(1, 999.0)
+    assert outlook(RULES, box, waits, 1002.0).held_by_batch
     assert unowned(frozenset(), 1000.0) is None
     assert unowned(frozenset({"qwen", "gemma"}), 1000.0) is None
 
@@ -684,6 +740,7 @@ def test_without_an_owner_the_one_model_that_is_in_is_used() -> None:
         (Box(State.RESIDENT, backend="gemma"), "its model is out; gemma is resident"),
         (Box(State.DRAINING, backend="gemma", target="qwen"), "its model is next; gemma is draining"),
         (Box(State.STOPPING, backend="qwen", target="gemma"), "stopping: its box is switching to gemma"),
+        (Box(State.STOPPING, backend="gemma", target="qwen"), "its model is next; gemma is stopping"),
         (Box(State.STOPPING, backend="phi", target="gemma"), "its model is out; phi is stopping"),
         (Box(State.BOOTING, backend="gemma"), "its model is out; gemma is booting"),
         (Box(State.BOOTING, backend="qwen"), "its model is booting"),
@@ -736,6 +793,9 @@ def test_restarts_that_another_process_counted_are_not_compared_with_ones_own() 
             Box(State.DRAINING, 0.0, backend="gemma", target="qwen"), "gemma", 1500.0, id="there-and-back"
         ),
         pytest.param(Box(State.DRAINING, 0.0, backend="gemma", target="qwen"), "qwen", 1200.0, id="next"),
+        pytest.param(
+            Box(State.STOPPING, 0.0, backend="gemma", target="qwen"), "gemma", 1500.0, id="out-and-back"
+        ),
         pytest.param(Box(State.BOOTING, 0.0, backend="qwen"), "gemma", 1300.0, id="while-another-boots"),
         pytest.param(
             Box(State.CHECKING, 0.0, backend="qwen"), "gemma", 1300.0, id="while-another-is-checked"
@@ -774,6 +834,7 @@ def test_when_a_model_can_be_back_at_the_earliest(box: Box, backend: str, expect
         pytest.param(Box(State.DRAINING, backend="gemma", target="qwen"), Plan(), 1200.0, id="under-way"),
         pytest.param(Box(State.DRAINING, backend="qwen", target="gemma"), Plan(), None, id="going-out"),
         pytest.param(Box(State.BOOTING, 950.0, backend="qwen"), Plan(), 1150.0, id="booting"),
+        pytest.param(Box(State.CHECKING, 950.0, backend="qwen"), Plan(), 1001.0, id="checking"),
         pytest.param(Box(State.BOOTING, 950.0, backend="gemma"), Plan(), None, id="another-boots"),
         pytest.param(
             Box(State.DRAINING, backend="gemma", target="qwen", quarantine={"qwen": Quarantine("wrong")}),
@@ -793,5 +854,7 @@ def test_the_outlook_is_what_is_under_way_or_what_the_policy_plans() -> None:
     resident = gemma_resident().box
     assert outlook(RULES, resident, waits, 1000.0).at == 1500.0
     draining = replace(resident, state=State.DRAINING, since=990.0, target="qwen", cause=Cause.AGE)
-    assert outlook(RULES, draining, waits, 1000.0).target == "qwen"
+    for state in (State.DRAINING, State.STOPPING):
+        under_way = outlook(RULES, replace(draining, state=state), waits, 1000.0)
+        assert under_way == Plan(Cause.AGE, "qwen", 990.0)
     assert outlook(RULES, replace(resident, state=State.BOOTING), waits, 1000.0).target == ""

@@ -65,6 +65,11 @@ def qwen_in(since: float = 5_000.0, idle_since: float = NOW, **wants: Backlog) -
             id="of-two-the-one-that-is-due-for-longest",
         ),
         pytest.param(
+            gemma_in(phi=Backlog(2, NOW - 9), qwen=Backlog(6, NOW - 1)),
+            Plan(Cause.JOBS, "qwen", NOW),
+            id="of-two-that-are-due-from-now-on-the-first-of-the-box",
+        ),
+        pytest.param(
             Residency("gemma", 0, 0, NOW, {"qwen": Backlog(9, 0.0)}, frozenset({"qwen"})),
             Plan(),
             id="one-in-quarantine-is-not-wanted",
@@ -72,6 +77,9 @@ def qwen_in(since: float = 5_000.0, idle_since: float = NOW, **wants: Backlog) -
         pytest.param(gemma_in(idle_since=0.0), Plan(), id="idle-at-home"),
         pytest.param(
             qwen_in(idle_since=NOW - 100), Plan(Cause.IDLE, "gemma", NOW + 1700), id="idle-not-at-home"
+        ),
+        pytest.param(
+            qwen_in(NOW - 100, NOW - 1700), Plan(Cause.IDLE, "gemma", NOW + 200), id="idle-but-just-in"
         ),
         pytest.param(
             qwen_in(idle_since=0.0, qwen=Backlog(1, NOW - 1)), Plan(), id="not-idle-while-something-waits"
