@@ -36,7 +36,7 @@ def watched(
         ([-2, -7] * 31, -2, Cause.HELD),
         ([-1, 1] * 31, 0, Cause.NONE),  # requests on their way in and out
         ([5] * 30 + [0] + [5] * 30, 0, Cause.NONE),
-        ([5] * 30, 0, Cause.NONE),  # not for long enough yet
+        ([5] * 54, 0, Cause.NONE),  # not for long enough yet
         ([0] * 61 + [4] * 61, 4, Cause.OTHERS),  # what is older than a minute is forgotten
         ([], 0, Cause.NONE),
     ],
@@ -50,7 +50,7 @@ def test_what_lasts_for_a_minute_counts(differences: list[int], lasting_seqs: in
 
 def test_a_few_samples_in_a_minute_say_nothing() -> None:
     assert watched([3] * 7, every_s=10.0).lasting_seqs == 0
-    assert watched([3] * 13, every_s=5.0).lasting_seqs == 3
+    assert watched([3] * 13, every_s=5.1).lasting_seqs == 3
 
 
 def test_what_was_counted_in_part_only_is_forgotten() -> None:
@@ -61,6 +61,8 @@ def test_what_was_counted_in_part_only_is_forgotten() -> None:
 
     assert tracker.drift("b") == CountDrift("b")
     assert "b" not in tracker.drifts()
+    _, after = tracker.observe(EngineSample(at=161, running=13), Load(seqs=10), B)
+    assert after == CountDrift("b", seqs=3)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,22 @@ def test_blocks_that_nobody_here_reserved(usages: list[float], reserved: int, ex
         tracker.observe(engine, Load(seqs=1, kv_blocks=reserved), B)
 
     assert tracker.drift("b").kv_blocks == excess
+    assert tracker.kv_taken == ({"b": excess} if excess else {})  # what admission plans without
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_blocks_that_others_have_left_are_there_again(is_forgotten: bool) -> None:
+    tracker = CountTracker()
+    for number in range(KV_SAMPLES):
+        tracker.observe(EngineSample(at=float(number), kv_usage=0.5), Load(), B)
+    assert tracker.kv_taken == {"b": 500}
+
+    if is_forgotten:
+        tracker.forget("b")
+    else:
+        tracker.observe(EngineSample(at=9.0, kv_usage=0.0), Load(), B)
+
+    assert tracker.kv_taken == {}
 
 
 @pytest.mark.parametrize(("kv", "kv_blocks"), [(None, 1_000), (KV, None)])
@@ -123,3 +141,9 @@ def test_a_chunk_that_is_being_read_is_its_own() -> None:
 
     assert usage * 100_000 > reserved + 1_000
     assert tracker.drift("b").kv_blocks == 0
+
+    # One that runs nothing of ours reads no chunk of ours.
+    for number in range(KV_SAMPLES):
+        tracker.observe(EngineSample(at=float(number), running=1, kv_usage=usage), Load(), backend)
+
+    assert tracker.drift("b").kv_blocks == int(usage * 100_000)

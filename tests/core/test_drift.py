@@ -111,6 +111,13 @@ IGNORED = [
     ("tools-with-an-image", dataclasses.replace(IMAGE, tools_json="[{}]"), exact(1000), 9000),
     ("audio", Prompt(turns=(Turn("user", (), audios=1),)), exact(100), 900),
     ("an-image-beside-audio", Prompt(turns=(Turn("user", (), images=1, audios=1),)), exact(100), 900),
+    (
+        "an-image-beside-a-tool-call",
+        dataclasses.replace(IMAGE, turns=(*IMAGE.turns, Turn("assistant", (), tool_calls=(("f", "{}"),)))),
+        exact(1000),
+        9000,
+    ),
+    ("an-image-from-a-tool", Prompt(turns=(Turn("tool", ("hi",), images=1),)), exact(1000), 9000),
     ("several-completions", Prompt(raw_texts=("a", "b")), exact(100), 900),
 ]
 
@@ -129,7 +136,20 @@ def test_a_backend_that_never_answered_has_not_drifted() -> None:
 # 20 tokens of text beside two images that are counted at 280 + 2 each.
 @pytest.mark.parametrize(
     ("per_image", "budget"),
-    [(280, 280), (188, 280), (256, 280), (70, 70), (130, 140), (500, 560), (1081, 1120), (1120, 1120)],
+    [
+        (280, 280),
+        (188, 280),
+        (256, 280),
+        (284, 280),  # the text beside it may be off a little
+        (285, 560),
+        (70, 70),
+        (130, 140),
+        (144, 140),
+        (500, 560),
+        (1081, 1120),
+        (1120, 1120),
+        (1200, 1120),
+    ],
 )
 def test_the_image_budget_behind_the_answers_is_named(per_image: int, budget: int) -> None:
     drift = after((exact(20 + 2 * 282), 20 + 2 * (per_image + 2)), prompt=IMAGE)
@@ -148,6 +168,16 @@ def test_the_budget_a_request_asks_for_is_the_expected_one() -> None:
     assert not drift.image_drifted
 
 
+def test_a_budget_of_ones_own_is_not_taken_for_the_next_larger() -> None:
+    prompt = dataclasses.replace(IMAGE, image_budget=400)
+    assert after((exact(20 + 2 * 402), 20 + 2 * 402), prompt=prompt).image_tokens == 400
+
+
+def test_the_budget_of_most_images_is_named() -> None:
+    small, large = (exact(584), 20 + 2 * 282), (exact(584), 20 + 2 * 1122)
+    assert after(large, large, small, prompt=IMAGE).image_tokens == 1120
+
+
 def test_too_few_images_name_no_budget() -> None:
     assert after((exact(584), 2300), prompt=IMAGE, times=SAMPLES_MIN - 1).image_tokens is None
 
@@ -155,3 +185,7 @@ def test_too_few_images_name_no_budget() -> None:
 def test_images_beside_a_long_text_that_is_guessed_name_no_budget() -> None:
     assert after((approximate(20_000), 23_000), prompt=IMAGE).image_tokens is None
     assert after((approximate(584), 2264), prompt=IMAGE).image_tokens == 1120
+    # Two images weigh as much as one that is twice as large.
+    assert after((approximate(1_000 + 560), 1_000 + 2_240), prompt=IMAGE).image_tokens == 1120
+    assert after((approximate(1_500 + 560), 1_500 + 2_240), prompt=IMAGE).image_tokens is None
+    assert after((exact(20_000 + 560), 20_000 + 2_240), prompt=IMAGE).image_tokens == 1120

@@ -72,3 +72,5 @@ def test_a_prefill_chunk_is_held_on_top_of_the_window() -> None:
     # 16,384 tokens are 1,024 blocks in each sliding layer
     extra = DRAFTED.boot_blocks(262_144, 16_384) - DRAFTED.boot_blocks(262_144, 1)
     assert extra == 50 * 1_024
+    # but no more than the sequence has
+    assert DRAFTED.boot_blocks(1_000, 16_384) == DRAFTED.blocks(1_000)
