@@ -24,6 +24,7 @@ from gateway.core.errors import AtCapacity, ModelNotFound, StoreUnavailable
 from gateway.core.jobs import Chunk, JobError, JobPriority, JobStatus, NewJob
 from gateway.jobs import BatchRules, BatchRunner
 from gateway.store.batches import RedisBatches
+from gateway.store.files import RedisFiles
 from gateway.store.jobs import RedisJobs
 
 WITHIN_S = 60.0
@@ -246,6 +247,37 @@ async def test_a_fleet_that_cannot_say_now_is_asked_again(world: BatchWorld) -> 
     async with working(world), running(world, read):
         batch = await ended(world)
     assert (batch.completed, batch.failed) == (10, 0)
+
+
+class SlowFiles(RedisFiles):
+    """Files of which each piece takes longer to come than a lease lasts, unless that is renewed."""
+
+    def __init__(self, world: BatchWorld) -> None:
+        super().__init__(world.url, prefix=world.prefix, command_s=10.0)
+        self._world = world
+        self._others = world.open()
+        self.was_free: list[bool] = []  # whether another runner could have taken the batch, at each piece
+
+    async def read(self, file_id: str, offset: int, limit: int | None = None) -> bytes:
+        taken = await self._others.take()
+        if taken is not None:
+            await self._others.release(taken)
+        self.was_free.append(taken is not None)
+        await self._world.lose_runner_of("batch_1")
+        return await super().read(file_id, offset, limit)
+
+
+async def test_a_file_that_takes_long_to_validate_stays_with_its_runner(world: BatchWorld) -> None:
+    await make(world, jsonl(2000, pad="x" * 1000) + b"{}\n")
+    slow = SlowFiles(world)
+    runner = BatchRunner(world.open(), slow, world.jobs, read_line, RULES)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(runner.run)
+        assert (await ended(world)).status is BatchStatus.FAILED
+        await runner.stop()
+    assert len(slow.was_free) > 3
+    assert not any(slow.was_free)
+    await slow.aclose()
 
 
 async def test_a_bad_file_of_many_pieces_fails_with_its_lines(world: BatchWorld) -> None:

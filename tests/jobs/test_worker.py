@@ -594,6 +594,40 @@ async def test_what_a_failure_costs(
         assert await content(store, "a") == ANSWER
 
 
+@pytest.mark.parametrize(
+    ("errors", "rests_s"),
+    [
+        pytest.param([UpstreamBusy("It is busy.")] * 5, [1, 2, 4, 5, 5], id="busy"),
+        pytest.param([UpstreamUnreachable("It is away.", retry_after_s=30)], [30], id="says-when"),
+        pytest.param([UpstreamBusy("It is busy.", retry_after_s=1)] * 2, [1, 2], id="too-soon"),
+        pytest.param([StreamBroken("It broke.")] * 3, [1, 2, 4], id="breaks"),
+        pytest.param([NoBackend("None is up.")] * 3, [1, 1, 1], id="fleet-down"),
+        pytest.param([UpstreamBusy("It is busy."), StreamBroken("It broke.")], [1, 1], id="no-failure-yet"),
+        pytest.param([ZeroDivisionError()], [1], id="fault-of-ours"),
+    ],
+)
+async def test_how_long_a_job_rests_after_each_failure(
+    world: JobWorld, monkeypatch: pytest.MonkeyPatch, errors: list[Exception], rests_s: list[float]
+) -> None:
+    store, rested_s, left = world.open(), [], iter(errors)
+    give_back = store.give_back
+
+    async def give_back_at_once(*args: Any, after_s: float, **options: Any) -> bool:
+        rested_s.append(after_s)
+        return await give_back(*args, after_s=0.0, **options)
+
+    async def before(asked: Asked, number: int) -> None:
+        if number == 0 and (error := next(left, None)) is not None:
+            raise error
+
+    monkeypatch.setattr(store, "give_back", give_back_at_once)
+    await submit(store, "a")
+    rules = replace(RULES, retry_s=1.0, retry_max_s=5.0, attempts_max=9)
+    async with working(store, Backend(before), rules=rules):
+        assert (await ended(store, "a")).status is JobStatus.COMPLETED
+    assert rested_s == rests_s
+
+
 async def test_what_an_attempt_held_is_free_when_it_has_failed(
     world: JobWorld, without_collector: None
 ) -> None:

@@ -34,7 +34,7 @@ from gateway.core.values import (
 from gateway.core.waiting import Ticket, WaitingLine
 from gateway.pipeline import box_controller
 from gateway.pipeline.box_controller import READY_S, STORE_LOST_S, BoxController, BoxSnapshot
-from gateway.ports import Board, BoxBoard, JobStore
+from gateway.ports import Board, BoxBoard, JobStore, Slot
 from gateway.store.boards import RedisBoard
 from gateway.store.memory import MemoryBoard, MemoryLedger
 
@@ -449,7 +449,8 @@ class BoardAway:
 async def test_a_box_that_drains_serves_again_once_its_store_was_away_for_too_long() -> None:
     machine = Machine()
     one = Process(machine, board=BoardAway(machine))
-    await one.ledger.acquire("qwen", Load(seqs=1), Load(seqs=1))
+    slot = await one.ledger.acquire("qwen", Load(seqs=1), Load(seqs=1))
+    assert isinstance(slot, Slot)
     async with at_work(one):
         machine.lanes_there = [stored(4, 10.0)]
         await one.until(lambda: one.snapshot.plan.cause is Cause.JOBS)
@@ -464,6 +465,13 @@ async def test_a_box_that_drains_serves_again_once_its_store_was_away_for_too_lo
         machine.now += 1
         await one.is_at(State.RESIDENT, "qwen")
         assert not one.snapshot.is_owner
+        # The store has kept what was under way, and nobody else has gone on with it.
+        machine.is_away = False
+        await one.is_at(State.DRAINING, "qwen")
+        await one.ledger.release(slot)
+        machine.now += 5
+        await one.is_at(State.RESIDENT, "gemma")
+        assert (one.snapshot.is_owner, machine.orders) == (True, ["stop qwen", "start gemma"])
 
 
 async def test_a_report_waits_for_a_store_that_is_away_without_asking_it_all_the_time(
