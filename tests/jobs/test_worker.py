@@ -47,6 +47,7 @@ from gateway.core.jobs import (
     AttemptEnd,
     AttemptOutcome,
     Beginning,
+    Chunk,
     Job,
     JobError,
     JobStatus,
@@ -217,6 +218,8 @@ async def test_a_job_that_has_its_slot_makes_room_for_the_next_before_its_first_
         with anyio.fail_after(WITHIN_S):
             while worker.running < 4:
                 await anyio.lowlevel.checkpoint()
+        for _ in range(20):
+            assert [lane.queued for lane in (await store.queue()).lanes] == [1]
         held.go()
         for id in "abcde":
             await ended(store, id)
@@ -306,6 +309,25 @@ async def test_a_worker_that_is_stopped_gives_its_job_back_and_another_goes_on(w
     assert [asked.so_far for asked in second.asked] == ["".join(WORDS[:3])]
     assert first.said + second.said == {f"a {number}": 1 for number in range(len(WORDS))}
     assert await content(there, "a") == ANSWER
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "status"), [("stop", JobStatus.COMPLETED), ("length", JobStatus.INCOMPLETE)]
+)
+async def test_an_answer_that_was_whole_when_its_worker_died_is_not_asked_for_again(
+    world: JobWorld, finish_reason: str, status: JobStatus
+) -> None:
+    store, backend = world.open(), Backend()
+    await submit(store, "a")
+    job = await world.claim(store, "gone")
+    whole = event(content=ANSWER) + event(finish_reason) + b"data: [DONE]\n\n"
+    await store.append(job.id, job.claim, Chunk(0, job.attempt, whole))
+    await world.lose_worker_of("a")
+    async with working(store, backend):
+        job = await ended(store, "a")
+    assert (job.status, job.attempt, job.error) == (status, 2, None)
+    assert backend.asked == []
+    assert await content(store, "a") == ANSWER
 
 
 async def test_the_loss_of_an_earlier_attempt_does_not_end_this_one(world: JobWorld) -> None:
@@ -626,6 +648,15 @@ async def test_how_long_a_job_rests_after_each_failure(
     async with working(store, Backend(before), rules=rules):
         assert (await ended(store, "a")).status is JobStatus.COMPLETED
     assert rested_s == rests_s
+
+
+async def test_a_job_that_was_refused_for_days_is_refused_as_any_other(world: JobWorld) -> None:
+    store = world.open()
+    await submit(store, "a")
+    await cast("Any", world.redis).hset(world.key("job", "a"), "attempt", 2000)
+    async with working(store, Backend(failing(UpstreamBusy("It is busy."), 1, 0))):
+        job = await ended(store, "a")
+    assert (job.status, job.attempt, job.failures) == (JobStatus.COMPLETED, 2002, 0)
 
 
 async def test_what_an_attempt_held_is_free_when_it_has_failed(
