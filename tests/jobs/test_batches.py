@@ -280,6 +280,34 @@ async def test_a_file_that_takes_long_to_validate_stays_with_its_runner(world: B
     await slow.aclose()
 
 
+class FilesAtWhoseEndSomebodyCancels(RedisFiles):
+    """Files whose batch is cancelled between the last check of its validation and its end."""
+
+    def __init__(self, world: BatchWorld) -> None:
+        super().__init__(world.url, prefix=world.prefix, command_s=10.0)
+        self._others = world.open()
+
+    async def read(self, file_id: str, offset: int, limit: int | None = None) -> bytes:
+        piece = await super().read(file_id, offset, limit)
+        if not piece:
+            await self._others.cancel("batch_1")
+        return piece
+
+
+async def test_a_batch_that_is_cancelled_as_its_validation_ends_is_cancelled_at_once(
+    world: BatchWorld,
+) -> None:
+    await make(world, jsonl(3))
+    files = FilesAtWhoseEndSomebodyCancels(world)
+    runner = BatchRunner(world.open(), files, world.jobs, read_line, RULES)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(runner.run)
+        assert (await ended(world)).status is BatchStatus.CANCELLED
+        await runner.stop()
+    assert await world.jobs.find() == []
+    await files.aclose()
+
+
 async def test_a_bad_file_of_many_pieces_fails_with_its_lines(world: BatchWorld) -> None:
     content = jsonl(2000, pad="x" * 1000)
     assert len(content) > 2_000_000
