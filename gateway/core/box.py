@@ -449,11 +449,11 @@ def _judged(box: Box, look: Observation) -> tuple[Box, bool]:
     """Update the restart count of the resident backend. Also return whether a restart must be judged.
 
     Restarts while the box stops and starts models are its own. One that is noticed while the backend is lost,
-    or being checked, is judged once it is resident again.
+    drained or checked is judged once it is resident again.
     """
     name = box.backend
     count, known = look.restarts.get(name, 0), box.known_restarts.get(name)
-    is_ours = box.state not in (State.RESIDENT, State.UNKNOWN, State.CHECKING)
+    is_ours = box.state in (State.STOPPING, State.BOOTING, State.FAILED)
     has_restarted = known is not None and count > known and not is_ours
     if has_restarted and (box.state is not State.RESIDENT or name in look.lost):
         return box, False

@@ -578,6 +578,15 @@ def test_one_that_was_only_out_of_reach_is_asked_and_nothing_is_held_against_it(
     assert box.box.restarts == {}
 
 
+def test_one_that_restarted_as_it_drained_is_asked_if_its_swap_is_called_off() -> None:
+    restarted: Mapping[str, Any] = {"restarts": {"gemma": 1}}
+    busy: Mapping[str, Any] = {"wants": QWEN_WANTED, "in_flight": {"gemma": 1}}
+    box = gemma_resident().look(**busy).look(1, **restarted, **busy)
+    assert box.at[0] is State.DRAINING
+    assert box.look(1, **restarted).at == (State.RESIDENT, "gemma", "")
+    assert box.look(1, **restarted).ordered == [(Task.CHECK, "gemma")]
+
+
 def test_one_that_was_back_before_anybody_looked_has_restarted() -> None:
     restarted: Mapping[str, Any] = {"restarts": {"gemma": 1}}
     lost: Mapping[str, Any] = {"lost": frozenset({"gemma"})}
