@@ -18,7 +18,7 @@ from gateway.core.health import (
     HealthRules,
     hang_after_s,
 )
-from gateway.core.jobs import AttemptEnd, Job, JobPriority, Quota
+from gateway.core.jobs import AttemptEnd, Job, JobPriority, Quota, lane_of, model_and_class
 from gateway.core.responses.replay import JobFacts
 from gateway.core.trace import parse
 from gateway.core.values import Backend, Endpoint, Policy
@@ -196,7 +196,7 @@ def job_metrics(
         return None
 
     def lanes() -> list[str]:
-        return [f"{model.id}/{one.name}" for model in policy().models for one in model.classes]
+        return [lane_of(model.id, one.name) for model in policy().models for one in model.classes]
 
     return JobMetrics(metrics.registry, lanes=lanes, snapshot=lambda: watch.snapshot, now=clock.now)
 
@@ -228,7 +228,7 @@ def worker(
         received = Received(arrival, body, job.new.key, facts.headers, ())
         found = wire.read(Endpoint.CHAT, received, wanted)
         queued_s = 0.0 if job.started_at is None else max(0.0, job.started_at - job.created_at)
-        traffic_class = job.new.lane.rpartition("/")[2]
+        _, traffic_class = model_and_class(job.new.lane)
         request = replace(found.request, is_job=True, queued_s=queued_s, handed_over_as=traffic_class)
         return replace(found, request=request)
 

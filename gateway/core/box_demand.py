@@ -12,7 +12,7 @@ except for those that are already in a waiting line. Nor do jobs that no running
 from collections.abc import Collection, Iterable, Mapping
 
 from gateway.core.box import Box, State
-from gateway.core.jobs import Lane
+from gateway.core.jobs import Lane, lane_of
 from gateway.core.swap_policy import Backlog
 from gateway.core.values import Policy, TrafficClass
 
@@ -21,7 +21,7 @@ def class_of(policy: Policy, lane: str) -> TrafficClass | None:
     """Return the class whose jobs are queued in a lane; None if the configuration no longer has it."""
     for model in policy.models:
         for traffic_class in model.classes:
-            if lane == f"{model.id}/{traffic_class.name}":
+            if lane == lane_of(model.id, traffic_class.name):
                 return traffic_class
     return None
 

@@ -201,12 +201,23 @@ class Idempotency:
         return None if written is None else cls(read_key(written), route, fingerprint(body))
 
 
+def lane_of(model: str, traffic_class: str) -> str:
+    """Return the name of the lane in which the jobs of a class are queued."""
+    return f"{model}/{traffic_class}"
+
+
+def model_and_class(lane: str) -> tuple[str, str]:
+    """Return the names of a lane's model, which may contain slashes, and of its class."""
+    model, _, traffic_class = lane.rpartition("/")
+    return model, traffic_class
+
+
 @dataclass(frozen=True, slots=True)
 class Lane:
     """The state of a lane.
 
     Attributes:
-        name: "model/class".
+        name: Of its model and class: see `lane_of`.
         queued: Number of queued jobs.
         in_progress: Number of claimed jobs.
         oldest_s: Age of the oldest queued job, by the store's clock; None if there is none.
@@ -285,7 +296,7 @@ class Serving:
 
     def has(self, lane: str) -> bool:
         """Return whether it serves the model of a lane."""
-        return lane.rpartition("/")[0] in self.models
+        return model_and_class(lane)[0] in self.models
 
 
 ELSEWHERE = "elsewhere"

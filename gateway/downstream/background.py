@@ -32,6 +32,7 @@ from gateway.core.jobs import (
     Quota,
     Refusal,
     expected_start_s,
+    lane_of,
     size_of,
 )
 from gateway.core.responses.draft import Event
@@ -202,7 +203,7 @@ class Background:
             job = NewJob(
                 id=id,
                 key=request.key,
-                lane=f"{decision.model}/{decision.traffic_class}",
+                lane=lane_of(decision.model, decision.traffic_class),
                 body=incoming.body_for(request.model, STREAMED),
                 facts=facts.encoded(),
                 priority=self._priority(request.key, request.headers),

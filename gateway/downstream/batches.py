@@ -24,7 +24,7 @@ from gateway.core.errors import (
     StoreUnavailable,
 )
 from gateway.core.idempotency import HEADER
-from gateway.core.jobs import ELSEWHERE, Idempotency, JobPriority, NewJob
+from gateway.core.jobs import ELSEWHERE, Idempotency, JobPriority, NewJob, lane_of
 from gateway.core.quirks.tool_markup import NOT_IN_STREAMS
 from gateway.core.responses.items import response_id
 from gateway.core.responses.replay import JobFacts
@@ -236,8 +236,8 @@ class BatchLines:
             model = incoming.request.model
             if self._background is None or not await self._background.is_served_elsewhere(model):
                 raise
-            return f"{model}/{ELSEWHERE}"
-        return f"{decision.model}/{decision.traffic_class}"
+            return lane_of(model, ELSEWHERE)
+        return lane_of(decision.model, decision.traffic_class)
 
     async def _chat(self, received: Received, token: str) -> tuple[Incoming, JobFacts]:
         read = partial(wire.read, Endpoint.CHAT, received, self._rules)

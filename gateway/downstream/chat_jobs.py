@@ -17,7 +17,7 @@ from litestar.params import FromPath
 from gateway.core.chat_jobs import failure, job_id, response_echo
 from gateway.core.errors import GatewayError, JobNotFinished, ResponseNotFound, ShedError, StoreUnavailable
 from gateway.core.idempotency import HEADER
-from gateway.core.jobs import Job
+from gateway.core.jobs import Job, model_and_class
 from gateway.core.prefer import Preference, preference
 from gateway.core.quirks.tool_markup import NOT_IN_STREAMS
 from gateway.core.responses.replay import JobFacts
@@ -289,5 +289,5 @@ def _headers(request: WireRequest, job: Job, estimate: Estimate | None) -> Heade
 
 
 def _job_headers(job: Job) -> Headers:
-    traffic_class = job.new.lane.rpartition("/")[2]
+    _, traffic_class = model_and_class(job.new.lane)
     return [(b"x-gateway-class", traffic_class.encode()), (b"x-gateway-job", job.id.encode())]

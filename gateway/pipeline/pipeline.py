@@ -36,7 +36,7 @@ from gateway.core.errors import (
 )
 from gateway.core.estimation import is_plain
 from gateway.core.health import BackendStatus, Outcome, State, served_name
-from gateway.core.jobs import Serving
+from gateway.core.jobs import Serving, model_and_class
 from gateway.core.selection import BackendView, unavailable_reason
 from gateway.core.usage import AttemptRecord, Ending
 from gateway.core.values import (
@@ -224,7 +224,7 @@ class Pipeline:
     def can_run_lane(self, lane: str) -> bool:
         """Return whether a backend for a lane of jobs is up, or can be swapped in by its box."""
         policy, statuses, objections = self._policy(), self._fleet.statuses(), self._objections()
-        traffic_class, model = class_of(policy, lane), policy.model(lane.rpartition("/")[0])
+        traffic_class, model = class_of(policy, lane), policy.model(model_and_class(lane)[0])
         # If the class no longer exists here, the job is classified again when it runs.
         classes = (traffic_class,) if traffic_class else model.classes if model else ()
         for name in frozenset[str]().union(*(servers(policy, one) for one in classes)):
