@@ -104,7 +104,6 @@ def test_other_versions_say_nothing(text: str) -> None:
         '{"v": 1, "started": [["m", "c"]]}',
         '{"v": 1, "long_waiting": {"push": -1}}',
         '{"v": 1, "long_waiting": {"push": true}}',
-        '{"v": 1, "x": ' + "[" * 20_000 + "]" * 20_000 + "}",
         '{"v": 1, "x": "' + "x" * BYTES_MAX + '"}',
         '{"v": 1, "x": "' + "\u00e9" * (BYTES_MAX // 2) + '"}',
     ],
@@ -112,6 +111,16 @@ def test_other_versions_say_nothing(text: str) -> None:
 def test_what_no_gateway_wrote_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         decode(text)
+
+
+def test_nesting_that_is_too_deep_for_the_interpreter_is_refused() -> None:
+    """It is for CPython up to 3.13; later ones can read this."""
+    text = '{"v": 1, "x": ' + "[" * 20_000 + "]" * 20_000 + "}"
+    try:
+        found = decode(text)
+    except ValueError:
+        found = Facts()
+    assert found == Facts()
 
 
 def test_a_reason_is_short_and_printable() -> None:
