@@ -73,15 +73,11 @@ class Batch:
 
     Attributes:
         duration_s: Its duration.
-        decoding: Sequences that decode in it.
-        prefill_tokens: Prompt tokens computed in it.
         started: Ids of sequences that left the queue for it.
         preempted: Ids of sequences that lost their blocks to it.
     """
 
     duration_s: float
-    decoding: int
-    prefill_tokens: int
     started: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
 
@@ -204,14 +200,7 @@ class Engine:
             return None
         self._in_step = True
         self.preemptions += len(preempted)
-        prefill_tokens = sum(chunk for _, chunk in self._step_chunks)
-        return Batch(
-            duration_s=self._duration_s(prefill_tokens),
-            decoding=len(self._step_decoding),
-            prefill_tokens=prefill_tokens,
-            started=tuple(started),
-            preempted=tuple(preempted),
-        )
+        return Batch(self._duration_s(), tuple(started), tuple(preempted))
 
     def complete(self) -> StepResult:
         """Complete the scheduled step, and return what it produced."""
@@ -320,14 +309,14 @@ class Engine:
             budget -= chunk
         return started
 
-    def _duration_s(self, prefill_tokens: int) -> float:
+    def _duration_s(self) -> float:
         attention = sum(chunk * (seq.computed + chunk / 2) for seq, chunk in self._step_chunks)
         contexts = [seq.prompt + seq.generated for seq in self._step_decoding]
         return self.perf.step_s(
             decoding=len(contexts),
             context_sum=sum(contexts),
             context_max=max(contexts, default=0),
-            prefill_tokens=prefill_tokens,
+            prefill_tokens=sum(chunk for _, chunk in self._step_chunks),
             prefill_attn=attention,
         )
 

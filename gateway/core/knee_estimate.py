@@ -138,22 +138,16 @@ class KneeEstimate:
         confidence: How far to trust it.
         doubt: Why the confidence is not higher.
         limited_by: The resource that limits throughput there.
-        error: Relative standard error of the knee that compute alone would give; infinite if there is none.
-        windows: Total weight of the windows behind it.
         decoding_seqs: Mean batch seen.
         decoding_seqs_max: Largest mean batch of a window, decaying.
-        slots_seqs: Sequences that fit into the KV blocks; None if blocks are not counted.
     """
 
     seqs: float | None
     confidence: Confidence
     doubt: Uncertainty
     limited_by: LimitedBy
-    error: float
-    windows: float
     decoding_seqs: float
     decoding_seqs_max: float
-    slots_seqs: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,17 +251,13 @@ def estimate(fit: StepFit, shape: ClassShape, kv_blocks: int | None = None) -> K
 
     `kv_blocks` are the blocks that admission may use (`blocks_planned`), None if blocks are not counted.
     """
-    slots = shape.slots_seqs(kv_blocks)
     unknown = KneeEstimate(
         seqs=None,
         confidence=Confidence.UNKNOWN,
         doubt=Uncertainty.FEW_WINDOWS,
         limited_by=LimitedBy.COMPUTE,
-        error=math.inf,
-        windows=fit.windows,
         decoding_seqs=fit.batch / fit.windows if fit.windows else 0.0,
         decoding_seqs_max=fit.batch_max,
-        slots_seqs=slots,
     )
     if fit.windows < WINDOWS_MIN or fit.residuals < WINDOWS_MIN / 3:
         return replace(unknown, doubt=Uncertainty.HIDDEN) if fit.hidden > fit.windows else unknown
@@ -279,6 +269,7 @@ def estimate(fit: StepFit, shape: ClassShape, kv_blocks: int | None = None) -> K
     compute, error = _compute_knee(fit, shape, inverse)
     if compute is None:
         return replace(unknown, doubt=Uncertainty.NO_LINE)
+    slots = shape.slots_seqs(kv_blocks)
     limited_by = LimitedBy.KV_SLOTS if slots is not None and slots < compute else LimitedBy.COMPUTE
     seqs = compute if slots is None else min(compute, slots)
     confidence, doubt = _judged(fit, seqs, error)
@@ -288,7 +279,6 @@ def estimate(fit: StepFit, shape: ClassShape, kv_blocks: int | None = None) -> K
         confidence=confidence,
         doubt=doubt,
         limited_by=limited_by,
-        error=error,
     )
 
 

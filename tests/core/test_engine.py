@@ -111,17 +111,20 @@ def test_accepted_draft_tokens_accumulate_as_fractions_and_stop_at_the_output_le
     assert server.running == 0
 
 
-def test_decoding_sequences_use_up_one_plus_draft_tokens_of_the_budget() -> None:
+@pytest.mark.parametrize(("prompt_tokens", "steps"), [(16, 2), (17, 3)])  # 20 - 3 * 4 of them in each
+def test_decoding_sequences_use_up_one_plus_draft_tokens_of_the_budget(
+    prompt_tokens: int, steps: int
+) -> None:
     server = engine(budget=20, perf=replace(PERF, draft=3))
     for seq_id in range(3):
         server.submit(seq_id, prompt_tokens=5, output_tokens=50)
     step(server)
-    server.submit(9, prompt_tokens=100, output_tokens=5)
+    server.submit(9, prompt_tokens=prompt_tokens, output_tokens=5)
 
-    batch = server.schedule()
+    results = [step(server)[1] for _ in range(steps)]
 
-    assert batch is not None
-    assert (batch.decoding, batch.prefill_tokens) == (3, 20 - 3 * 4)
+    assert [len(result.emitted) for result in results] == [3] * (steps - 1) + [4]
+    assert results[-1].first == [9]
 
 
 def test_prefills_go_on_in_order_before_anyone_new_is_admitted() -> None:

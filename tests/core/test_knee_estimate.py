@@ -81,7 +81,6 @@ def test_steps_that_follow_the_formula_give_its_knee() -> None:
     assert found.seqs == pytest.approx(KNEE_RATIO * 0.0125 / (0.00125 + 0.0015) * 1.01)
     assert (found.confidence, found.doubt) == (Confidence.HIGH, Uncertainty.NONE)
     assert found.limited_by is LimitedBy.COMPUTE
-    assert found.error < 0.001
 
 
 @given(
@@ -106,7 +105,7 @@ def test_an_estimate_never_exceeds_the_slots_and_is_a_number_or_unknown(
 def test_blocks_clip_the_estimate() -> None:
     found = estimate(linear(0.0125, 0.00125, 0.00015), SHAPE, kv_blocks=60_000)
 
-    assert (found.seqs, found.slots_seqs, found.limited_by) == (20.0, 20.0, LimitedBy.KV_SLOTS)
+    assert (found.seqs, found.limited_by) == (20.0, LimitedBy.KV_SLOTS)
 
 
 def test_a_few_windows_that_went_wrong_change_little() -> None:
