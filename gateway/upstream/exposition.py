@@ -9,66 +9,42 @@ engines, their values are combined.
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from gateway.core.health import EngineSample
 
-
-@dataclass(frozen=True, slots=True)
-class EngineMetrics:
-    """Metric names by meaning. Each may have several: one per engine or version.
-
-    Attributes:
-        running, waiting: Gauges, in sequences; summed over engines.
-        kv_usage: Gauge, 0..1; the maximum over engines.
-        generation_tokens, prompt_tokens, preemptions, steps: Counters; summed over engines.
-        started_at: Gauge, epoch seconds; the latest.
-    """
-
-    running: tuple[str, ...]
-    waiting: tuple[str, ...]
-    kv_usage: tuple[str, ...]
-    generation_tokens: tuple[str, ...]
-    prompt_tokens: tuple[str, ...]
-    preemptions: tuple[str, ...]
-    steps: tuple[str, ...]
-    started_at: tuple[str, ...]
-
-
-KNOWN = EngineMetrics(
-    running=(
-        "vllm:num_requests_running",
-        "sglang:num_running_reqs",
-        "trtllm_num_requests_running",
-        "llamacpp:requests_processing",
-    ),
-    waiting=(
-        "vllm:num_requests_waiting",
-        "sglang:num_queue_reqs",
-        "trtllm_num_requests_waiting",
-        "llamacpp:requests_deferred",
-    ),
-    kv_usage=(
-        "vllm:kv_cache_usage_perc",
-        "vllm:gpu_cache_usage_perc",  # until vLLM PR 29330, November 2025
-        "sglang:token_usage",
-        "trtllm_kv_cache_utilization",
-    ),
-    generation_tokens=(
-        "vllm:generation_tokens_total",
-        "sglang:generation_tokens_total",
-        "llamacpp:tokens_predicted_total",
-    ),
-    prompt_tokens=(
-        "vllm:prompt_tokens_total",
-        "sglang:prompt_tokens_total",
-        "llamacpp:prompt_tokens_total",
-    ),
-    preemptions=("vllm:num_preemptions_total",),
-    steps=("llamacpp:n_decode_total",),  # no cache gauge of it changes during a long prefill
-    started_at=("process_start_time_seconds",),
+# The metrics by meaning, under the names of vLLM 0.19 to 0.33, SGLang, TensorRT-LLM and llama.cpp's server
+# (2026-10). Those of several engines are summed, unless noted.
+RUNNING = (
+    "vllm:num_requests_running",
+    "sglang:num_running_reqs",
+    "trtllm_num_requests_running",
+    "llamacpp:requests_processing",
 )
-"""Names of vLLM 0.19 to 0.33, SGLang, TensorRT-LLM and llama.cpp's server (2026-10)."""
+WAITING = (
+    "vllm:num_requests_waiting",
+    "sglang:num_queue_reqs",
+    "trtllm_num_requests_waiting",
+    "llamacpp:requests_deferred",
+)
+KV_USAGE = (  # 0..1; the maximum over engines
+    "vllm:kv_cache_usage_perc",
+    "vllm:gpu_cache_usage_perc",  # until vLLM PR 29330, November 2025
+    "sglang:token_usage",
+    "trtllm_kv_cache_utilization",
+)
+GENERATION_TOKENS = (
+    "vllm:generation_tokens_total",
+    "sglang:generation_tokens_total",
+    "llamacpp:tokens_predicted_total",
+)
+PROMPT_TOKENS = (
+    "vllm:prompt_tokens_total",
+    "sglang:prompt_tokens_total",
+    "llamacpp:prompt_tokens_total",
+)
+PREEMPTIONS = ("vllm:num_preemptions_total",)
+STEPS = ("llamacpp:n_decode_total",)  # no cache gauge of it changes during a long prefill
+STARTED_AT = ("process_start_time_seconds",)  # epoch seconds; the latest
 
 _LIMIT = 1e18  # larger values are invalid, and could overflow sums and conversions
 _LABELS = re.compile(rb'\{(?:[^"}\n]|"(?:[^"\\\n]|\\.)*")*\}')
@@ -103,19 +79,19 @@ def sample(page: bytes, at: float) -> EngineSample:
         ValueError: the page lacks the number of running sequences, so it is not an engine's.
     """
     page = b"\n" + page
-    running = _all(page, KNOWN.running)
+    running = _all(page, RUNNING)
     if not running:
-        raise ValueError(f"none of {', '.join(KNOWN.running)} on a page of {len(page) - 1} bytes")
+        raise ValueError(f"none of {', '.join(RUNNING)} on a page of {len(page) - 1} bytes")
     return EngineSample(
         at=at,
         running=int(sum(running)),
-        waiting=int(sum(_all(page, KNOWN.waiting))),
-        kv_usage=min(1.0, max(0.0, max(_all(page, KNOWN.kv_usage), default=0.0))),
-        generation_tokens=sum(_all(page, KNOWN.generation_tokens)),
-        prompt_tokens=sum(_all(page, KNOWN.prompt_tokens)),
-        preemptions=sum(_all(page, KNOWN.preemptions)),
-        steps=sum(_all(page, KNOWN.steps)),
-        started_at=max(_all(page, KNOWN.started_at), default=None),
+        waiting=int(sum(_all(page, WAITING))),
+        kv_usage=min(1.0, max(0.0, max(_all(page, KV_USAGE), default=0.0))),
+        generation_tokens=sum(_all(page, GENERATION_TOKENS)),
+        prompt_tokens=sum(_all(page, PROMPT_TOKENS)),
+        preemptions=sum(_all(page, PREEMPTIONS)),
+        steps=sum(_all(page, STEPS)),
+        started_at=max(_all(page, STARTED_AT), default=None),
     )
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.core.health import EngineSample
-from gateway.upstream.exposition import KNOWN, sample, values
+from gateway.upstream.exposition import RUNNING, sample, values
 
 VLLM = b"""\
 # HELP process_start_time_seconds Start time of the process since unix epoch in seconds.
@@ -132,7 +132,7 @@ def test_a_page_that_is_no_engines(page: bytes) -> None:
 
 
 pieces = st.sampled_from(
-    [name.encode() for name in KNOWN.running] + [b"\n", b"{", b"}", b'"', b"\\", b" ", b"1", b"="]
+    [name.encode() for name in RUNNING] + [b"\n", b"{", b"}", b'"', b"\\", b" ", b"1", b"="]
 )
 
 
