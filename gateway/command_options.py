@@ -15,7 +15,7 @@ CONFIG_ENV = "GEMMA_GATEWAY_CONFIG"
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-def config_option(help: str = "The configuration file.", *, required: bool = True) -> Callable[[F], F]:
+def config_option(help: str, *, required: bool = True) -> Callable[[F], F]:
     """Return the option for the configuration file, which defaults to the variable CONFIG_ENV."""
     return click.option(
         "--config",

@@ -29,9 +29,9 @@ async def explain(
     settings: Settings,
     body: bytes,
     *,
-    completions: bool = False,
-    key: str | None = None,
-    headers: Mapping[str, str] | None = None,
+    completions: bool,
+    key: str | None,
+    headers: Mapping[str, str],
 ) -> Explanation:
     """Return the decision for a request body on an idle, healthy fleet.
 
@@ -55,11 +55,11 @@ def ask(
     admin_url: str,
     body: bytes,
     *,
-    completions: bool = False,
-    key: str | None = None,
-    headers: Mapping[str, str] | None = None,
-    config: bytes | None = None,
-    config_name: str = "",
+    completions: bool,
+    key: str | None,
+    headers: Mapping[str, str],
+    config: bytes | None,
+    config_name: str,
 ) -> Mapping[str, Any]:
     """Return the decision of a running gateway for a request body, on its fleet in its current state.
 
@@ -73,7 +73,7 @@ def ask(
         "request": wire.members_of(body),
         "completions": completions,
         "key": key,
-        "headers": headers or {},
+        "headers": headers,
     }
     if config is not None:
         question |= {"config": config.decode("utf-8", "replace"), "config_name": config_name}

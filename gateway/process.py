@@ -20,7 +20,7 @@ T = TypeVar("T")
 USAGE = 2
 
 
-def serve(config: Path, log_level: str = "info", workers: int = 1) -> int:
+def serve(config: Path, log_level: str, workers: int) -> int:
     """Serve until a signal; return the exit status. Addresses and errors are printed to stderr.
 
     With more than one worker, this process only supervises them.
@@ -42,7 +42,7 @@ def serve(config: Path, log_level: str = "info", workers: int = 1) -> int:
     return 0
 
 
-def work(config: Path, log_level: str = "info", admin: str | None = None) -> int:
+def work(config: Path, log_level: str, admin: str | None) -> int:
     """Run jobs until a signal; return the exit status. Otherwise like `serve`.
 
     `admin`: the address for operators, overriding the configuration.

@@ -104,9 +104,9 @@ def read(
     settings: Settings,
     body: bytes,
     *,
-    completions: bool = False,
-    key: str | None = None,
-    headers: Mapping[str, str] | None = None,
+    completions: bool,
+    key: str | None,
+    headers: Mapping[str, str],
 ) -> wire.WireRequest:
     """Parse a request like the gateway.
 

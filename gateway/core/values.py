@@ -593,13 +593,11 @@ class Policy(_DerivedOfPolicy):
                 return model
         return None
 
-    def context_tokens(
-        self, name: str, window_of: Callable[[Backend], int] = lambda backend: backend.capacity.context_tokens
-    ) -> int:
+    def context_tokens(self, name: str, window_of: Callable[[Backend], int]) -> int:
         """Return the maximum number of tokens, prompt and output, of a request for this model name.
 
         This is the largest window among the backends of all classes that such a request can be in, or 0 for
-        an unknown model. `window_of` returns the window of a backend; the default is the configured one.
+        an unknown model. `window_of` returns the window of a backend.
         """
         model = self.model(name)
         if model is None:

@@ -45,7 +45,7 @@ class FallbackLedger:
 
     is_local = False
 
-    def __init__(self, shared: RedisLedger, *, replicas_min: int = 1) -> None:
+    def __init__(self, shared: RedisLedger, *, replicas_min: int) -> None:
         """Count with `shared`. At least `replicas_min` processes are assumed to exist, seen or not."""
         self._shared = shared
         self._replicas_min = replicas_min

@@ -163,7 +163,7 @@ class Leases:
         outcomes = values[_REPLY:]
         return Reply(bool(known), version, keeping, bool(may_keep), others, others_kept, kept, outcomes)
 
-    async def heartbeat(self, facts: str = "", *, is_urgent: bool = False) -> HeartbeatReply:
+    async def heartbeat(self, facts: str, *, is_urgent: bool) -> HeartbeatReply:
         """Announce this process and its facts. `is_urgent`: have the others read them at once."""
         return await self._beat(self._ttl_ms, facts, self._channel if is_urgent else "")
 

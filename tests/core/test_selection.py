@@ -389,7 +389,8 @@ def test_a_name_has_the_largest_window_that_its_requests_may_get(
     backends = {one.id: one for one in (backend("light-0"), backend("light-1"), backend("push", LARGE))}
     models = (ModelPolicy("gemma-4", tuple(classes), reasoning_aliases=("gemma-4-thinking",)),)
 
-    assert replace(policy(), models=models, backends=backends).context_tokens(name) == tokens
+    subject = replace(policy(), models=models, backends=backends)
+    assert subject.context_tokens(name, lambda backend: backend.capacity.context_tokens) == tokens
 
 
 def test_a_ranking_keeps_every_candidate_with_its_scores() -> None:

@@ -45,7 +45,7 @@ class Gateway:
 
     def __init__(self, url: str, command_s: float = 0.3) -> None:
         shared = RedisLedger(url, command_s=command_s, refresh_s=0.05)
-        self.ledger = WatchedLedger(shared)
+        self.ledger = WatchedLedger(shared, replicas_min=1)
         self.shared = shared
 
     async def wait_for(self, mode: Mode) -> None:

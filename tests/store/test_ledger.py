@@ -42,7 +42,7 @@ async def ledger(
     else:
         store = await open_store("valkey-9" if request.param == "fallback" else request.param)
         shared = RedisLedger(store.url, prefix=store.prefix)
-    built = FallbackLedger(shared) if request.param in {"fallback", "alone"} else shared
+    built = FallbackLedger(shared, replicas_min=1) if request.param in {"fallback", "alone"} else shared
     yield built
     if isinstance(built, FallbackLedger):
         assert built.mode is (Mode.ALONE if request.param == "alone" else Mode.SHARED)

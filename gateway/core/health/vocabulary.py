@@ -200,7 +200,7 @@ class HealthRules:
     model: str | None = None
 
 
-def hang_after_s(perf: PerfModel, batched_tokens: int, context_tokens: int, floor_s: float = 30.0) -> float:
+def hang_after_s(perf: PerfModel, batched_tokens: int, context_tokens: int, floor_s: float) -> float:
     """Return the seconds without progress after which a deployment counts as hung.
 
     An engine updates its gauges once per step, and a step that prefills a whole chunk at the end of a long
