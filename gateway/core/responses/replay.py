@@ -6,7 +6,7 @@ and the same ids for every reader, on every gateway, before and after a restart.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from gateway.core.jobs import Chunk, Job, JobStatus
@@ -39,18 +39,8 @@ class JobFacts:
 
     def encoded(self) -> bytes:
         """Return the facts as JSON."""
-        return json.dumps(
-            {
-                "response": self.response,
-                "token": self.token,
-                "first_index": self.first_index,
-                "headers": self.headers,
-                "conversation": self.conversation,
-                "is_chat": self.is_chat,
-                "trace": self.trace,
-            },
-            separators=(",", ":"),
-        ).encode()
+        members = {one.name: getattr(self, one.name) for one in fields(self)}
+        return json.dumps(members, separators=(",", ":")).encode()
 
     @classmethod
     def of(cls, job: Job) -> "JobFacts":
