@@ -137,12 +137,7 @@ def travels(name: str) -> bool:
 
 def chat_param_here(param: str | None) -> str | None:
     """Return the name in this API of a chat request's member, as named in an error."""
-    if param is None:
-        return None
-    head, _, rest = param.partition(".")
-    if head in _CHAT_PARAMS:
-        return _CHAT_PARAMS[head]
-    return f"{head}.{rest}" if rest else head
+    return None if param is None else _CHAT_PARAMS.get(param.partition(".")[0], param)
 
 
 def needs(members: Mapping[str, Any], items_max: int) -> Needs:
