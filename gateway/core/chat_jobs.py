@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gateway.core.errors import (
+    NOT_AGAIN,
     CallerError,
     ContextExceeded,
     GatewayError,
@@ -22,9 +23,6 @@ from gateway.core.jobs import Chunk, Job, JobStatus
 from gateway.core.naming import ModelNames
 from gateway.core.quirks import AssemblingReader
 from gateway.core.quirks.mending import encode
-
-NOT_AGAIN = ((b"x-should-retry", b"false"),)
-"""Keeps SDKs from automatically repeating a request whose job was already tried several times."""
 
 _JOB, _CHAT = "resp_", "chatcmpl-"
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")

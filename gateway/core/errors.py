@@ -52,6 +52,9 @@ retry 408, 409, 429 and 5xx, and honour `Retry-After` up to 60 s (above it some 
 
 from typing import ClassVar
 
+NOT_AGAIN = ((b"x-should-retry", b"false"),)
+"""Headers that keep SDKs from automatically repeating a request."""
+
 
 class GatewayError(Exception):
     """An error with a place in OpenAI's error envelope.
@@ -68,6 +71,7 @@ class GatewayError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: str = "internal_error"
+    headers: tuple[tuple[bytes, bytes], ...] = ()
 
     def __init__(
         self,
@@ -80,7 +84,6 @@ class GatewayError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
-        self.headers: tuple[tuple[bytes, bytes], ...] = ()
         if code is not None:
             self.code = code
         self.retry_after_s = None if retry_after_s is None else max(1, min(59, round(retry_after_s)))
@@ -283,10 +286,7 @@ class FilesFull(CallerError):
     status = 429
     type = "rate_limit_error"
     code = "too_many_file_bytes"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.headers = ((b"x-should-retry", b"false"),)
+    headers = NOT_AGAIN
 
 
 class JobRefused(ShedError):
@@ -352,10 +352,7 @@ class ChoicesMissing(UpstreamError):
     """The backend answered with fewer choices than asked for. SDKs are told not to retry."""
 
     code = "choices_missing"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.headers = ((b"x-should-retry", b"false"),)
+    headers = NOT_AGAIN
 
 
 class JobPoisoned(UpstreamError):
