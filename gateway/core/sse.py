@@ -23,7 +23,7 @@ from gateway.core.usage import Usage
 DONE = b"data: [DONE]\n\n"
 EVENT_BYTES_MAX = 16 * 1024 * 1024
 
-_END_OF_EVENT = re.compile(rb"\n\n|\r\n\r\n|\n\r\n|\r\n\n")
+END_OF_EVENT = re.compile(rb"\n\n|\r\n\r\n|\n\r\n|\r\n\n")
 _END_BYTES_MAX = 4
 _WORTH_PARSING = re.compile(
     rb'"error"|"detail"|"object"\s*:\s*"error|"finish_reason"\s*:\s*"|"usage"\s*:\s*\{|\[DONE\]'
@@ -188,7 +188,7 @@ class StreamReader:
             if not is_looked_into and (self._says_nothing(event) or _WORTH_PARSING.search(event) is None):
                 yield shown
                 continue
-            payload = _payload(event)
+            payload = payload_of(event)
             if payload is None:  # a comment, e.g. the engine's keep-alive
                 yield event
                 continue
@@ -250,7 +250,7 @@ def _split(block: bytes) -> Iterator[bytes]:
 def _ends(data: bytes) -> Iterator[int]:
     """Yield the end offset of each event in `data`."""
     if data.find(b"\r") >= 0:
-        for match in _END_OF_EVENT.finditer(data):
+        for match in END_OF_EVENT.finditer(data):
             yield match.end()
         return
     end = data.find(b"\n\n") + 2  # the form that nearly all engines write, and ten times as fast to find
@@ -259,7 +259,7 @@ def _ends(data: bytes) -> Iterator[int]:
         end = data.find(b"\n\n", end) + 2
 
 
-def _payload(event: bytes) -> bytes | None:
+def payload_of(event: bytes) -> bytes | None:
     """Return the joined data lines of an event, or None if it has none."""
     lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
     return b"\n".join(lines) if lines else None

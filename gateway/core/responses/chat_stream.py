@@ -5,14 +5,12 @@ The pipeline has relayed, and thereby checked, the stream: it ends with `[DONE]`
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gateway.core.responses.draft import Draft, Event
-
-_END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
+from gateway.core.sse import END_OF_EVENT, payload_of
 
 
 @dataclass(slots=True)
@@ -31,7 +29,7 @@ class ChatStream:
 
     def feed(self, data: bytes, now: int) -> list[Event]:
         """Return the events that result from `data`, received at `now` (epoch seconds)."""
-        *blocks, self.tail = _END_OF_EVENT.split(self.tail + data)
+        *blocks, self.tail = END_OF_EVENT.split(self.tail + data)
         events: list[Event] = []
         for block in blocks:
             if not self.draft.is_over:
@@ -45,8 +43,7 @@ class ChatStream:
         return self.draft.fail("server_error", "The answer ended before it was finished.")
 
     def _read(self, block: bytes, now: int) -> list[Event]:
-        lines = [line[5:].strip() for line in block.splitlines() if line.startswith(b"data:")]
-        payload = b"\n".join(lines)
+        payload = payload_of(block)
         if not payload:
             return []
         if payload == b"[DONE]":
