@@ -45,8 +45,8 @@ class DurationHistogram:
         self.count += 1
 
 
-def quantiles(histograms: Iterable[DurationHistogram], shares: Sequence[float]) -> tuple[float, ...] | None:
-    """Return the duration at each quantile (0..1) of the sum of histograms, or None if it is empty."""
+def quantiles(histograms: Iterable[DurationHistogram]) -> tuple[float, ...] | None:
+    """Return p50 and p95 of the sum of histograms, or None if it is empty."""
     bins: dict[int, int] = {}
     for one in histograms:
         for number, count in one._bins.items():
@@ -55,7 +55,7 @@ def quantiles(histograms: Iterable[DurationHistogram], shares: Sequence[float]) 
         return None
     in_order, total = sorted(bins), sum(bins.values())
     found = []
-    for share in shares:
+    for share in (0.5, 0.95):
         below = 0
         for number in in_order:
             below += bins[number]
@@ -99,7 +99,6 @@ class _Point:
 
 
 _NO_POINT = _Point()
-_SHARES = (0.5, 0.95)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +205,7 @@ def _points(held: Mapping[int, _Slice], number: int) -> Mapping[str, _Point]:
         ttft = [one.ttft[name] for one in span if name in one.ttft]
         tpot = [one.tpot[name] for one in span if name in one.tpot]
         count = sum(one.count for one in ttft)
-        found[name] = _Point(quantiles(ttft, _SHARES), quantiles(tpot, _SHARES), count)
+        found[name] = _Point(quantiles(ttft), quantiles(tpot), count)
     return found
 
 
