@@ -264,16 +264,12 @@ def _attempt_not_ok(status: BackendStatus, event: Attempt, now: float, rules: He
 
 
 def _attempt_ok(status: BackendStatus, now: float, rules: HealthRules) -> BackendStatus:
+    # One success forgives one failure, so that a busy backend is not ejected for a few failures in a thousand
+    # requests, but one that fails most requests is.
     status = replace(status, served=status.served + 1, recent_failures=status.recent_failures[1:])
     if status.state is State.UNKNOWN:
         return _enter(replace(status, was_up=True), State.UP, now, "served a request")
     return _succeeded(status, 1, now, rules)
-
-
-def _forgiven(status: BackendStatus, served: int) -> BackendStatus:
-    # One success forgives one failure, so that a busy backend is not ejected for a few failures in a
-    # thousand requests, but one that fails most requests is.
-    return replace(status, recent_failures=status.recent_failures[served:])
 
 
 def _succeeded(status: BackendStatus, served: int, now: float, rules: HealthRules) -> BackendStatus:
@@ -372,7 +368,7 @@ def _elsewhere(
     if status.state not in (State.UP, State.UNKNOWN):
         return status
     if failed <= served:
-        return _forgiven(status, served - failed)
+        return replace(status, recent_failures=status.recent_failures[served - failed :])
     status = _with_failures(status, min(failed - served, rules.failures_max), now, rules)
     failures = len(status.recent_failures)
     if failures < rules.failures_max:

@@ -1,6 +1,6 @@
 """Types of the health state machine: states, outcomes, backend status, rules and events."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
@@ -126,7 +126,7 @@ class BackendStatus:
     engine: EngineSample | None = None
     restarts: int = 0
     last_error: str = ""
-    recent_failures: tuple[float, ...] = field(default=())
+    recent_failures: tuple[float, ...] = ()
     metrics_error: str = ""
     model_error: str = ""
     was_up: bool = False
