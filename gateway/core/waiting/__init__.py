@@ -32,14 +32,13 @@ when a request enters, and at `next_turn_at`.
 """
 
 from gateway.core.waiting.fairness import LOOKAHEAD, PUT_BACK_TOKENS
-from gateway.core.waiting.line import MISS_PAUSE_S, RETRY_AFTER_MAX_S, WaitingLine
+from gateway.core.waiting.line import MISS_PAUSE_S, WaitingLine
 from gateway.core.waiting.tickets import (
     Offer,
     Reason,
     Refused,
     Ticket,
     Turn,
-    Waiter,
     fastest_prefill_s,
     patient,
 )
@@ -48,13 +47,11 @@ __all__ = [
     "LOOKAHEAD",
     "MISS_PAUSE_S",
     "PUT_BACK_TOKENS",
-    "RETRY_AFTER_MAX_S",
     "Offer",
     "Reason",
     "Refused",
     "Ticket",
     "Turn",
-    "Waiter",
     "WaitingLine",
     "fastest_prefill_s",
     "patient",
