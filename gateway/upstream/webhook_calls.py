@@ -68,7 +68,7 @@ class WebhookCaller:
         clock: Clock,
         *,
         resolve: Resolve = resolve,
-        tls: ssl.SSLContext | None = None,
+        tls: ssl.SSLContext | bool = True,
         attempt_s: float = ATTEMPT_S,
     ) -> None:
         """Prepare to call `endpoints`.
@@ -77,16 +77,15 @@ class WebhookCaller:
             endpoints: All endpoints that may be called.
             clock: Source of times.
             resolve: Resolves host names.
-            tls: How to verify certificates; None: by the system's.
+            tls: How to verify certificates; True: by the system's.
             attempt_s: Time limit for an attempt.
         """
         self._clock = clock
         self._resolve = resolve
         self._attempt_s = attempt_s
-        needs_tls = any(endpoint.url.startswith("https:") for endpoint in endpoints)
         # A transport rather than a client: no cookies, no redirects.
         self._transport = Transport(
-            verify=(tls or ssl.create_default_context()) if needs_tls else False,
+            verify=tls if any(endpoint.url.startswith("https:") for endpoint in endpoints) else False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
         self._under_way: set[anyio.CancelScope] = set()
