@@ -57,18 +57,14 @@ class BuildSummary:
     """The result of `build`.
 
     Attributes:
-        path: The rank file.
-        entries: Number of its ranks, including single bytes and character prefixes.
-        specials: Number of markers that count as one token each.
-        bytes: Size of the file.
-        sha256: Hash of the file, as printed by `sha256sum`.
+        entries: Number of ranks, including single bytes and character prefixes.
+        bytes: Size of the rank file.
+        sha256: Hash of the rank file, as printed by `sha256sum`.
         seconds: Duration of the build.
         warnings: Findings that an operator should check before using the file; empty for Gemma's own file.
     """
 
-    path: Path
     entries: int
-    specials: int
     bytes: int
     sha256: str
     seconds: float
@@ -148,9 +144,7 @@ def build(tokenizer_json: Path, out: Path) -> BuildSummary:
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written: {error.strerror or error}") from error
     return BuildSummary(
-        path=out,
         entries=len(ranks),
-        specials=len(specials),
         bytes=len(data),
         sha256=sha256,
         seconds=time.perf_counter() - started_s,

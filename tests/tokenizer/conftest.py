@@ -27,7 +27,9 @@ def source(document: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def rank_file(source: Path) -> Path:
-    return build(source, source.with_name("small.tiktoken")).path
+    path = source.with_name("small.tiktoken")
+    build(source, path)
+    return path
 
 
 @pytest.fixture(scope="session")
