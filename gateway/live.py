@@ -52,8 +52,7 @@ class Live:
         return self._journal.history(self._clock.now())
 
     def ended(self, since: int) -> tuple[int, Sequence[Mapping[str, Any]]]:
-        """Return the number of finished requests, and the kept ones after number `since`,
-        newest first."""
+        """Return the number of finished requests, and the kept ones after number `since`, newest first."""
         rows = [_row(number, record) for number, record in self._journal.since(since)]
         return self._journal.count, rows
 
