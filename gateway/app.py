@@ -60,6 +60,7 @@ from gateway.store.keeper import start_store
 from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
 from gateway.store.process_name import process_name
+from gateway.tasks import tasks_beside
 from gateway.telemetry import logs
 from gateway.telemetry.journal import Journal
 from gateway.telemetry.logs import RequestLog
@@ -558,31 +559,24 @@ async def serve(
     Raises:
         ConfigError: it cannot be built from these settings, or an address cannot be bound.
     """
-    failure: ConfigError | None = None
     with (
         anyio.open_signal_receiver(*STOP_SIGNALS) as signals,
         anyio.open_signal_receiver(RELOAD_SIGNAL) as hints,
     ):
-        async with anyio.create_task_group() as tasks:
-            try:
-                if settings.jobs_folder is None:
-                    own: Settings | None = settings
-                elif settings.is_job_worker:
-                    own = settings.with_jobs_at(embedded_url(settings.jobs_folder))
-                else:
-                    url = await start_store(tasks, settings.jobs_folder, signals)
-                    own = None if url is None else settings.with_jobs_at(url)
-                if own is not None:
-                    gateway = Gateway(own, environ)
-                    tasks.start_soon(reread_on, hints, gateway)
-                    await serve_until(signals, gateway, ready=ready)
-                else:
-                    log.info("stopped", extra=about("stopped"))
-            except ConfigError as error:  # returned by value, because the task group would wrap it
-                failure = error
-            tasks.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
+        async with tasks_beside(ConfigError) as tasks:
+            if settings.jobs_folder is None:
+                own: Settings | None = settings
+            elif settings.is_job_worker:
+                own = settings.with_jobs_at(embedded_url(settings.jobs_folder))
+            else:
+                url = await start_store(tasks, settings.jobs_folder, signals)
+                own = None if url is None else settings.with_jobs_at(url)
+            if own is not None:
+                gateway = Gateway(own, environ)
+                tasks.start_soon(reread_on, hints, gateway)
+                await serve_until(signals, gateway, ready=ready)
+            else:
+                log.info("stopped", extra=about("stopped"))
 
 
 async def serve_until(

@@ -30,6 +30,7 @@ from gateway.reload import LOOK_S, read
 from gateway.settings import Settings, beside, load
 from gateway.sockets import bind, url_of
 from gateway.store.keeper import next_pause_s, start_store
+from gateway.tasks import tasks_beside
 
 log = logging.getLogger("gateway.supervisor")
 
@@ -119,7 +120,6 @@ async def serve(
     settings.require(environ)
     for number in range(workers):  # each has an admin port
         settings.for_worker(number, workers, None)
-    failure: ConfigError | None = None
     with (
         anyio.open_signal_receiver(*STOP_SIGNALS) as signals,
         anyio.open_signal_receiver(RELOAD_SIGNAL) as hints,
@@ -133,22 +133,16 @@ async def serve(
             ready(Serving(url_of(listen), workers, admin_urls))
 
         group = WorkerGroup(_end_s(settings), announce)
-        async with anyio.create_task_group() as tasks:
-            try:
-                if settings.store is None:
-                    url = await start_store(tasks, settings.jobs_folder, signals)
-                    order = replace(order, store_url=url)
-                if settings.store is not None or order.store_url is not None:
-                    tasks.start_soon(_pass_on, signals, settings, environ, group)
-                    tasks.start_soon(_pass_hints_on, hints, settings, environ, group)
-                    if settings.reload.watch:
-                        tasks.start_soon(_follow, settings, environ, group)
-                    await group.run(order)
-            except ConfigError as error:  # returned by value, because the task group would wrap it
-                failure = error
-            tasks.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
+        async with tasks_beside(ConfigError) as tasks:
+            if settings.store is None:
+                url = await start_store(tasks, settings.jobs_folder, signals)
+                order = replace(order, store_url=url)
+            if settings.store is not None or order.store_url is not None:
+                tasks.start_soon(_pass_on, signals, settings, environ, group)
+                tasks.start_soon(_pass_hints_on, hints, settings, environ, group)
+                if settings.reload.watch:
+                    tasks.start_soon(_follow, settings, environ, group)
+                await group.run(order)
     log.info("stopped", extra=about("stopped"))
     return 0 if group.ended_well else 1
 

@@ -21,6 +21,7 @@ from gateway.core.errors import ConfigError
 from gateway.exiting import RELOAD_SIGNAL, STOP_SIGNALS, bounded_exit
 from gateway.settings import Settings
 from gateway.supervisor import REREAD, STOP, Order, Report
+from gateway.tasks import tasks_beside
 from gateway.telemetry import logs
 
 STDIN, STDOUT, STDERR = 0, 1, 2
@@ -65,16 +66,9 @@ async def _serve(
 
     gateway = app.Gateway(own, os.environ)
     hints_out, hints = anyio.create_memory_object_stream[None](1)
-    failure: ConfigError | None = None
-    async with hints_out, hints, anyio.create_task_group() as tasks:
+    async with hints_out, hints, tasks_beside(ConfigError) as tasks:
         tasks.start_soon(app.reread_on, hints, gateway)
-        try:
-            await app.serve_until(_told(heard, hints_out), gateway, ready=ready, listen=listen)
-        except ConfigError as error:  # returned by value, because the task group would wrap it
-            failure = error
-        tasks.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
+        await app.serve_until(_told(heard, hints_out), gateway, ready=ready, listen=listen)
 
 
 def _order() -> tuple[bytes | None, bytes]:

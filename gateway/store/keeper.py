@@ -11,6 +11,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from gateway.core.errors import ConfigError, StartupBlocked
 from gateway.events import about
 from gateway.store.embedded import temporary_folder, valkey_in
+from gateway.tasks import tasks_beside
 
 log = logging.getLogger("gateway.store")
 
@@ -71,7 +72,7 @@ async def start_store(tasks: TaskGroup, folder: Path | None, stops: AsyncIterato
     Raises:
         ConfigError: it cannot be started.
     """
-    url, is_told, failure = None, False, None
+    url, is_told = None, False
 
     async def wait_told() -> None:
         nonlocal is_told
@@ -79,13 +80,7 @@ async def start_store(tasks: TaskGroup, folder: Path | None, stops: AsyncIterato
         is_told = True
         race.cancel_scope.cancel()
 
-    async with anyio.create_task_group() as race:
+    async with tasks_beside(ConfigError) as race:
         race.start_soon(wait_told)
-        try:
-            url = await tasks.start(keep_store, folder)
-        except ConfigError as error:  # returned by value, because the task group would wrap it
-            failure = error
-        race.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
+        url = await tasks.start(keep_store, folder)
     return None if is_told else url
