@@ -224,7 +224,7 @@ def explain(
             )
             found = json.loads(explanation.as_json())
     except GatewayError as error:
-        _fail(f"the gateway would answer {error.http_status} {error.code}: {error.message}")
+        _fail(f"the gateway would answer {error.status} {error.code}: {error.message}")
     except (explaining.NotAnswered, OSError) as error:
         _fail(str(error))
     if as_json:

@@ -96,12 +96,7 @@ class _Refused(GatewayError):
 
     def __init__(self, told: Mapping[str, Any]) -> None:
         super().__init__(told["message"], code=told["code"])
-        self._status = int(told["status"])
-
-    @property
-    def http_status(self) -> int:
-        """See `GatewayError.http_status`."""
-        return self._status
+        self.status = int(told["status"])
 
 
 def _message(found: object) -> str:

@@ -187,7 +187,7 @@ class WhatIf:
         except CallerError as error:
             if isinstance(error, RequestForgotten):
                 raise
-            return Refusal(error.http_status, error.code, error.message)
+            return Refusal(error.status, error.code, error.message)
         decision = found.decision
         return replace(
             found,

@@ -34,7 +34,7 @@ def answer_of(endpoint: str, job: Job, chunks: Sequence[Chunk]) -> tuple[int, by
 def refusal(error: GatewayError) -> tuple[int, bytes]:
     """Return status and body of an error in OpenAI's shape."""
     said = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
-    return error.http_status, _encoded({"error": said})
+    return error.status, _encoded({"error": said})
 
 
 def unreadable() -> tuple[int, bytes]:

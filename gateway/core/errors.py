@@ -68,7 +68,7 @@ class GatewayError(Exception):
         headers: Response headers that describe the decision before the failure.
     """
 
-    status: ClassVar[int] = 500
+    status: int = 500
     type: ClassVar[str] = "server_error"
     code: str = "internal_error"
     headers: tuple[tuple[bytes, bytes], ...] = ()
@@ -87,11 +87,6 @@ class GatewayError(Exception):
         if code is not None:
             self.code = code
         self.retry_after_s = None if retry_after_s is None else max(1, min(59, round(retry_after_s)))
-
-    @property
-    def http_status(self) -> int:
-        """The status of the response."""
-        return self.status
 
 
 class CallerError(GatewayError):
@@ -235,12 +230,7 @@ class BackendRejected(CallerError):
 
     def __init__(self, message: str, *, status: int, code: str, param: str | None = None) -> None:
         super().__init__(message, code=code, param=param)
-        self._status = status
-
-    @property
-    def http_status(self) -> int:
-        """The status chosen by the backend."""
-        return self._status
+        self.status = status  # chosen by the backend
 
 
 class IdempotencyInProgress(GatewayError):

@@ -27,7 +27,7 @@ class Ending(StrEnum):
         """Return the ending of a request that failed with `error` before its first byte."""
         if isinstance(error, ShedError):
             return cls.SHED
-        return cls.REJECTED if error.http_status < 500 else cls.FAILED
+        return cls.REJECTED if error.status < 500 else cls.FAILED
 
 
 @valueclass(frozen=True, slots=True)

@@ -326,7 +326,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def _refuse(self, error: GatewayError) -> None:
         self._stop_timer()
         body = envelope(error)
-        lines = [STATUS_LINE[error.http_status]]
+        lines = [STATUS_LINE[error.status]]
         headers = [pair for pair in headers_of(error, body) if pair[0] != b"connection"]
         lines += [b"%b: %b\r\n" % pair for pair in (*headers, (b"connection", b"close"))]
         self.transport.write(b"".join((*lines, b"\r\n", body)))

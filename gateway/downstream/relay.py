@@ -281,7 +281,7 @@ async def send_body(
 async def send_error(error: GatewayError, downstream: HttpDownstream) -> None:
     """Respond with an error."""
     body = envelope(error)
-    await downstream.start(error.http_status, headers_of(error, body))
+    await downstream.start(error.status, headers_of(error, body))
     await downstream.send(body)
     await downstream.finish()
 

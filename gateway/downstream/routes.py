@@ -335,7 +335,7 @@ def _render(error: GatewayError) -> Response[bytes]:
     body = envelope(error)
     headers = {name.decode(): value.decode() for name, value in headers_of(error, body)}
     headers.setdefault("x-request-id", new_request_id())
-    return Response(body, status_code=error.http_status, headers=headers, media_type=MediaType.JSON)
+    return Response(body, status_code=error.status, headers=headers, media_type=MediaType.JSON)
 
 
 def _gateway_error(_: Request[Any, Any, Any], error: GatewayError) -> Response[bytes]:

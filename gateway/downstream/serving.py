@@ -199,7 +199,7 @@ class Serving:
 
     def refused(self, arrival: Arrival, error: GatewayError, key: str | None) -> None:
         """Record a request that was rejected before it ran. `key`: name of its key."""
-        self._note(arrival, key, Ending.of(error), error.http_status, error.code)
+        self._note(arrival, key, Ending.of(error), error.status, error.code)
 
     def _ended_unread(self, arrival: Arrival, key: str | None) -> None:
         """Record a request whose connection was lost before it ran."""

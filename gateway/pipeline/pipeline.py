@@ -174,7 +174,7 @@ class Pipeline:
             else:
                 await self._place_with_comments(context, ticket, ticket.arrived_at + silent_s)
         except GatewayError as error:
-            context.status, context.error_code = error.http_status, error.code
+            context.status, context.error_code = error.status, error.code
             context.ending = _ending_of(error)
             error.headers = (*context.headers(), *error.headers)
             raise

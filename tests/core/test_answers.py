@@ -121,7 +121,7 @@ def test_an_overlong_prompt_is_said_in_words_that_clients_recognise() -> None:
 
     failure, _ = verdict(400, read_error(body))
 
-    assert failure.http_status == 400
+    assert failure.status == 400
     assert failure.code == "context_length_exceeded"
     assert "his model's maximum context length is" in failure.message
     assert "Input tokens exceed the configured limit" in failure.message
@@ -136,7 +136,7 @@ def test_so_is_one_that_is_too_long_for_llama_cpp() -> None:
 
     failure, outcome = verdict(400, read_error(body))
 
-    assert (failure.http_status, failure.code) == (400, "context_length_exceeded")
+    assert (failure.status, failure.code) == (400, "context_length_exceeded")
     assert "try increasing it. Input tokens exceed" in failure.message
     assert outcome is Outcome.REJECTED
 
@@ -170,7 +170,7 @@ def test_addresses_and_paths_of_the_operators_machines_stay_there(message: str, 
 def test_only_a_verdict_on_the_content_keeps_its_status(status: int, shown: int) -> None:
     failure, _ = verdict(status, read_error(b'{"error":{"message":"x","code":"made_up_by_the_backend"}}'))
 
-    assert (failure.http_status, failure.code) == (shown, "invalid_request")
+    assert (failure.status, failure.code) == (shown, "invalid_request")
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_a_failed_job_is_the_error_that_its_caller_would_have_got(
 
     assert isinstance(error, GatewayError)
     assert error.param == "top_p"
-    assert (error.http_status, error.type, error.code, error.message) == (status, type, code, "Why.")
+    assert (error.status, error.type, error.code, error.message) == (status, type, code, "Why.")
     assert ((b"x-should-retry", b"false") not in error.headers) is comes_again
 
 
@@ -176,7 +176,7 @@ def test_other_ends() -> None:
     cancelled = failure(job(JobStatus.CANCELLED))
 
     assert isinstance(cancelled, GatewayError)
-    assert (cancelled.http_status, cancelled.code) == (410, "job_cancelled")
+    assert (cancelled.status, cancelled.code) == (410, "job_cancelled")
     for status in (JobStatus.COMPLETED, JobStatus.INCOMPLETE, JobStatus.QUEUED, JobStatus.IN_PROGRESS):
         assert failure(job(status)) is None
 

@@ -543,7 +543,7 @@ def test_more_than_any_model_reads_is_not_decoded_at_once(fields: dict[str, Any]
     with pytest.raises(BodyTooLarge) as caught:
         read(Endpoint.CHAT, body(**fields), RULES)
 
-    assert caught.value.http_status == 413
+    assert caught.value.status == 413
     assert "8,388,608 bytes" in caught.value.message
 
 

@@ -357,7 +357,7 @@ async def test_no_place_after_a_failure_is_a_429(world: World) -> None:
 
     error = await refused_in_the_end(world)
 
-    assert error.http_status == 429
+    assert error.status == 429
     for slot in held:
         await world.ledger.release(slot)
 
@@ -379,7 +379,7 @@ async def test_the_only_backend_is_not_asked_twice(world: World) -> None:
     with pytest.raises(UpstreamBusy) as caught:
         await world.run(world.request())
 
-    assert caught.value.http_status == 503
+    assert caught.value.status == 503
     assert caught.value.retry_after_s == 1
     assert len(world.upstream.targets) == 1
 
@@ -401,7 +401,7 @@ async def test_an_answer_with_fewer_choices_is_not_asked_for_again(world: World)
     with pytest.raises(ChoicesMissing, match="with 1 of 2 choices") as caught:
         await world.run(world.request(stream=False, choices=2))
 
-    assert (caught.value.http_status, caught.value.code) == (502, "choices_missing")
+    assert (caught.value.status, caught.value.code) == (502, "choices_missing")
     assert {(b"x-should-retry", b"false"), (b"x-gateway-backend", b"push")} <= {*caught.value.headers}
     assert len(world.upstream.targets) == 1
 
@@ -423,7 +423,7 @@ async def test_a_backends_verdict_on_the_content_is_final(world: World) -> None:
     with pytest.raises(BackendRejected) as caught:
         await world.run(world.request())
 
-    assert caught.value.http_status == 400
+    assert caught.value.status == 400
     assert caught.value.message == "gemma-4: temperature must be positive"
     assert caught.value.param == "temperature"
     assert world.fleet.reports == [("light-0", Outcome.REJECTED)]
@@ -927,7 +927,7 @@ async def test_a_full_fleet_is_429_when_its_patience_has_run_out(world: World) -
 
     error = await refused_in_the_end(world)
 
-    assert (error.http_status, error.code) == (429, "waited_too_long")
+    assert (error.status, error.code) == (429, "waited_too_long")
     assert "position 1" in error.message
     assert error.retry_after_s is not None
     assert world.notes.requests[0].ending is Ending.SHED
@@ -1005,7 +1005,7 @@ async def test_a_dead_fleet_is_503_with_retry_after(world: World) -> None:
     with pytest.raises(NoBackend) as caught:
         await world.run(world.request())
 
-    assert caught.value.http_status == 503
+    assert caught.value.status == 503
     assert caught.value.retry_after_s is not None
 
 
@@ -1017,7 +1017,7 @@ async def test_what_the_fleet_cannot_do_is_a_400(world: World, fields: dict[str,
     with pytest.raises(InvalidRequest) as caught:
         await world.run(world.request(**fields))
 
-    assert (caught.value.http_status, caught.value.code) == (400, code)
+    assert (caught.value.status, caught.value.code) == (400, code)
 
 
 async def test_images_go_where_they_are_taken(world: World) -> None:

@@ -217,7 +217,7 @@ async def test_and_then_no_more(world: World) -> None:
     with pytest.raises(AnswerUnfit) as caught:
         await world.run(world.request(stream=False, tools=1))
 
-    assert (caught.value.http_status, caught.value.code) == (502, "tool_arguments_invalid")
+    assert (caught.value.status, caught.value.code) == (502, "tool_arguments_invalid")
     assert world.notes.requests[0].usage is None
     assert len(world.notes.attempts) == 2
 

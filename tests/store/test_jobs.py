@@ -996,7 +996,7 @@ async def test_a_store_that_is_away_says_so_and_comes_back(
     stoppable.stall()
     with pytest.raises(StoreUnavailable) as failure:
         await jobs.submit(new_job("a"), QUOTA)
-    assert (failure.value.http_status, failure.value.retry_after_s) == (503, 5)
+    assert (failure.value.status, failure.value.retry_after_s) == (503, 5)
     calls: list[Any] = [
         lambda: jobs.get("a"),
         lambda: jobs.chunks("a"),
