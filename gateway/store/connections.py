@@ -87,20 +87,17 @@ class Connections:
             "decode_responses": decodes,
             "encoding_errors": "replace",  # data written by others must not raise
             "client_name": name,
+            "max_connections": connections_max,
+            "timeout": BACKSTOP_S,
+            "socket_timeout": BACKSTOP_S,
+            "socket_connect_timeout": BACKSTOP_S,
         }
         if not url.startswith("unix:"):
             settings["socket_keepalive"] = True
             settings["socket_keepalive_options"] = {
                 option: value for level, option, value in KEEPALIVE if level == socket.IPPROTO_TCP
             }
-        self._pool = _pool(
-            url,
-            settings,
-            max_connections=connections_max,
-            timeout=BACKSTOP_S,
-            socket_timeout=BACKSTOP_S,
-            socket_connect_timeout=BACKSTOP_S,
-        )
+        self._pool = _pool(url, settings)
         self.redis = Redis.from_pool(self._pool)
 
     def connection(self) -> AbstractConnection:
@@ -267,9 +264,9 @@ class _Pool(BlockingConnectionPool):
             await connection.disconnect(nowait=True)  # does not suspend: none is acquired half closed
 
 
-def _pool(url: str, settings: Mapping[str, Any], **more: Any) -> _Pool:
+def _pool(url: str, settings: Mapping[str, Any]) -> _Pool:
     try:
-        pool = _Pool.from_url(url, **settings, **more)
+        pool = _Pool.from_url(url, **settings)
         if pool.connection_class is SSLConnection:
             pool.connection_class = _TlsConnection
         pool.make_connection()  # type: ignore[no-untyped-call]  # validates the options, opens nothing
