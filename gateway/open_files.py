@@ -26,14 +26,13 @@ SHORT_ABOVE = 0.9
 _FOLDER = "/proc/self/fd"
 
 
-def raise_limit() -> int:
-    """Raise the limit of this process and its children as far as the system allows; return the new limit."""
+def raise_limit() -> None:
+    """Raise the limit of this process and its children as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):  # macOS does not report its effective limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 class OpenFiles:
