@@ -28,12 +28,29 @@ def open_closed() -> None:
 
 @contextmanager
 def full_disk_told() -> Iterator[None]:
-    """End the process with one line and status 1 if the block could not write, as on a full disk."""
+    """End the process with one line and status 1 if the block could not write, as on a full disk.
+
+    What is left to write is written at the end of the block: where Python, as it exits, cannot write it, the
+    exit status is 120.
+    """
     try:
-        yield
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where the rest goes: Python writes it as it exits
+        _drop(1)
         sys.stderr.write(f"error: {error.filename or 'the output'}: {error.strerror}\n")
         raise SystemExit(1) from error
+    finally:
+        try:
+            sys.stderr.flush()
+        except OSError:
+            _drop(2)
+
+
+def _drop(number: int) -> None:
+    """Let what is still written to a descriptor go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)

@@ -20,6 +20,7 @@ from gateway import app, process, settings
 from gateway.core.errors import ConfigError
 from gateway.exiting import RELOAD_SIGNAL, STOP_SIGNALS, bounded_exit
 from gateway.settings import Settings
+from gateway.standard_streams import full_disk_told
 from gateway.supervisor import REREAD, STOP, Order, Report
 from gateway.tasks import tasks_beside
 from gateway.telemetry import logs
@@ -106,5 +107,5 @@ async def _told(heard: bytes, hints: MemoryObjectSendStream[None]) -> AsyncItera
 
 
 if __name__ == "__main__":
-    with bounded_exit():
+    with bounded_exit(), full_disk_told():
         sys.exit(main())

@@ -128,17 +128,19 @@ async def running(
         start_new_session=own_group,
     )
     watched = Process(process)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(watched.read)
-        try:
-            yield watched
-        finally:
-            with anyio.CancelScope(shield=True):
-                if process.returncode is None:
-                    process.kill()
-                await process.wait()
-            tasks.cancel_scope.cancel()
-            await process.aclose()
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watched.read)
+            try:
+                yield watched
+            finally:
+                with anyio.CancelScope(shield=True):
+                    if process.returncode is None:
+                        process.kill()
+                    await process.wait()
+                tasks.cancel_scope.cancel()
+    finally:
+        await process.aclose()  # nobody reads its output any more
 
 
 @contextmanager
