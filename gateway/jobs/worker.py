@@ -205,6 +205,7 @@ class Worker:
 
     async def _next(self) -> Job | None:
         """Return the next job; None after a while without one."""
+        self._room = anyio.Event()  # before the look, so that no room is missed that comes during it
         is_leaving = self.is_draining and not self._is_needed()
         if is_leaving:
             self._return_unbegun()
@@ -247,8 +248,6 @@ class Worker:
 
     async def _changed(self) -> None:
         """Wait until there may be a job to claim and room for it."""
-        self._room = anyio.Event()
-        room = self._room
         async with anyio.create_task_group() as tasks:
 
             async def heard() -> None:
@@ -260,7 +259,7 @@ class Worker:
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(heard)
-            await room.wait()
+            await self._room.wait()
             tasks.cancel_scope.cancel()
 
     def _start(self, job: Job, tasks: TaskGroup) -> None:

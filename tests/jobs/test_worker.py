@@ -6,7 +6,7 @@ import logging
 import secrets
 import sys
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -38,6 +38,7 @@ from gateway.core.errors import (
     GatewayError,
     InvalidRequest,
     NoBackend,
+    StoreUnavailable,
     StreamBroken,
     UpstreamBusy,
     UpstreamUnreachable,
@@ -225,6 +226,59 @@ async def test_a_job_that_has_its_slot_makes_room_for_the_next_before_its_first_
             await ended(store, id)
 
 
+async def test_room_that_comes_while_a_worker_looks_for_jobs_is_not_missed(
+    world: JobWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, held, has_room, is_next_here = world.open(), Held(WITHOUT_SLOT), anyio.Event(), anyio.Event()
+    claim = store.claim
+
+    async def before(asked: Asked, number: int) -> None:
+        await held(asked, number)
+        if asked.job.id == "b":
+            is_next_here.set()
+        elif number == 0:
+            has_room.set()
+            await is_next_here.wait()
+
+    async def claim_late(worker: str, lanes: Collection[str], *args: Any) -> Job | None:
+        if not lanes:  # as many are ahead as may be
+            held.go()
+            await has_room.wait()
+        return await claim(worker, lanes, *args)
+
+    monkeypatch.setattr(store, "claim", claim_late)
+    await submit(store, "a", "b")
+    rules = replace(RULES, ahead_max=1, look_s=1000.0)
+    # The store's `run` would wake it too.
+    worker = Worker(store, "w", read, Backend(before).run, rules, serves, tokens_of)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(worker.run)
+        await ended(store, "b")
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("question", ["queue", "waiting"])
+async def test_a_store_that_is_away_is_not_asked_all_the_time(
+    world: JobWorld, monkeypatch: pytest.MonkeyPatch, question: str
+) -> None:
+    store, asked = world.open(), 0
+
+    async def away(*args: Any) -> None:
+        nonlocal asked
+        asked += 1
+        await anyio.lowlevel.checkpoint()
+        raise StoreUnavailable("It is away.")
+
+    monkeypatch.setattr(store, question, away)
+    async with working(store, Backend(), rules=replace(RULES, look_s=1000.0)):
+        with anyio.fail_after(WITHIN_S):
+            while not asked:
+                await anyio.lowlevel.checkpoint()
+        for _ in range(100):
+            await world.redis.ping()
+        assert asked == 1
+
+
 # ------------------------------------------------------------------ given back, taken over, stopped
 
 
@@ -375,6 +429,24 @@ async def test_a_worker_that_lives_keeps_its_job_for_as_long_as_it_takes(world: 
             held.go()
             job = await ended(there, "a")
     assert (job.status, job.attempt, job.worker) == (JobStatus.COMPLETED, 1, "first")
+
+
+async def test_a_worker_that_hears_of_no_loss_learns_of_it_with_its_next_heartbeat(world: JobWorld) -> None:
+    store, other, backend = world.open(), world.open(), Backend(Held(3))
+    # The store's `run` would tell it at once.
+    worker = Worker(store, "w", read, backend.run, RULES, serves, tokens_of)
+    await submit(other, "a")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(worker.run)
+        await until_stored(other, "a", "".join(WORDS[:3]))
+        worker.drain()
+        await world.lose_worker_of("a")
+        assert (await world.claim(other, "other")).attempt == 2
+        with anyio.fail_after(WITHIN_S):
+            while worker.running:
+                await anyio.lowlevel.checkpoint()
+        assert backend.stopped["a"] == 1
+        tasks.cancel_scope.cancel()
 
 
 async def test_a_worker_may_get_a_job_again_that_it_has_lost_without_knowing(world: JobWorld) -> None:
@@ -723,13 +795,16 @@ async def test_jobs_of_a_model_that_a_worker_has_not_wait_for_one_that_has_it(
         assert (waits.status, waits.attempt, waits.position) == (JobStatus.QUEUED, 0, 1)
         async with working(other, Backend(), "other", serves=lambda: both):
             assert (await ended(store, "a")).worker == "other"
-        told = [getattr(record, "fields", {}) for record in caplog.records]
-        left_alone = [fields for fields in told if fields.get("event") == "jobs_left_alone"]
-        assert left_alone == [{"event": "jobs_left_alone", "lane": "new/light", "queued": 1}]
+        await submit(store, "c")
+        await ended(store, "c")  # it has seen by then that nothing is left to others
 
-        await store.submit(NewJob(id="c", key="alice", lane="new/light", body=BODY), QUOTA)
+        await store.submit(NewJob(id="d", key="alice", lane="new/light", body=BODY), QUOTA)
+        with anyio.fail_after(WITHIN_S):
+            while len(told := _told(caplog, "jobs_left_alone")) < 2:
+                await anyio.lowlevel.checkpoint()
+        assert told == [{"event": "jobs_left_alone", "lane": "new/light", "queued": 1}] * 2
         models.add("new")  # the configuration has it by now
-        assert (await ended(store, "c")).worker == "w"
+        assert (await ended(store, "d")).worker == "w"
 
 
 async def test_jobs_wait_in_the_store_while_no_backend_is_up_here(world: JobWorld) -> None:
@@ -779,8 +854,7 @@ async def test_a_job_that_one_configuration_refuses_waits_for_a_process_that_has
 
     outcomes = {end.job.id: end.outcome for end in ends}
     assert outcomes == {**dict.fromkeys(long, AttemptOutcome.RETURNED), "short": AttemptOutcome.ENDED}
-    told = [getattr(record, "fields", {}) for record in caplog.records]
-    assert sorted(fields["id"] for fields in told if fields.get("event") == "job_left") == long
+    assert sorted(fields["id"] for fields in _told(caplog, "job_left")) == long
     assert not await world.names() & {"refused", "left"}
 
 
@@ -860,6 +934,19 @@ async def test_a_continuation_may_be_as_long_as_the_answer_has_tokens_left(world
     assert second.body["max_tokens"] == 17
 
 
+async def test_what_an_answer_has_thought_counts_as_part_of_its_length(world: JobWorld) -> None:
+    store, backend = world.open(), Backend()
+    body = json.dumps({**json.loads(BODY), "max_completion_tokens": 20}).encode()
+    await store.submit(NewJob(id="a", key="alice", lane="m/light", body=body), QUOTA)
+    job = await world.claim(store, "gone")
+    begun = event(reasoning_content="One two three four five. ") + event(content=WORDS[0])
+    await store.append(job.id, job.claim, Chunk(0, job.attempt, begun))
+    await world.lose_worker_of("a")
+    async with working(store, backend):
+        assert (await ended(store, "a")).status is JobStatus.COMPLETED
+    assert [asked.body["max_completion_tokens"] for asked in backend.asked] == [14]
+
+
 # ------------------------------------------------------------------ what is told of attempts
 
 
@@ -917,3 +1004,9 @@ async def test_a_job_that_was_taken_away_is_told_of(world: JobWorld) -> None:
             while worker.running:
                 await anyio.lowlevel.checkpoint()
     assert [(end.beginning, end.outcome) for end in ends] == [(Beginning.NEW, AttemptOutcome.LOST)]
+
+
+def _told(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:
+    """Return the fields of an event, as often as it was logged."""
+    told = [getattr(record, "fields", {}) for record in caplog.records]
+    return [fields for fields in told if fields.get("event") == event]
