@@ -154,11 +154,16 @@ def wanted(count: int) -> list[str]:
 # ------------------------------------------------------------------ worked off
 
 
-async def test_every_line_gets_its_own_answer_and_few_are_jobs_at_once(world: BatchWorld) -> None:
+async def test_every_line_gets_its_own_answer_and_few_are_jobs_at_once(
+    world: BatchWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     await make(world, jsonl(60))
     async with working(world) as workers, running(world):
         batch = await ended(world)
+        await until(world, lambda _: bool(_ends_told(caplog)))
 
+    assert _ends_told(caplog) == ["completed"]
     assert (batch.status, batch.total, batch.completed, batch.failed) == (BatchStatus.COMPLETED, 60, 60, 0)
     lines = await world.lines(batch.output_file_id)
     assert names(lines) == wanted(60)
@@ -234,19 +239,39 @@ async def test_a_line_that_is_nested_as_deeply_as_can_be_read_is_not_lost(
 
 
 async def test_a_fleet_that_cannot_say_now_is_asked_again(world: BatchWorld) -> None:
-    refused = 0
+    batches, refused = world.open(), 0
 
     async def read(batch: Batch, line: BatchLine) -> NewJob:
         nonlocal refused
-        if refused < 5:
-            refused += 1
+        now = await batches.get(batch.id)
+        assert now is not None
+        if line.number == 10 and refused < 5:  # of which several when all others have ended
+            refused += now.completed == 9
             raise AtCapacity("Too many long prompts wait to be counted.")
         return await read_line(batch, line)
 
-    await make(world, jsonl(10))
+    await make(world, jsonl(10).rstrip())
     async with working(world), running(world, read):
         batch = await ended(world)
     assert (batch.completed, batch.failed) == (10, 0)
+
+
+async def test_a_fleet_that_cannot_say_now_is_not_asked_all_the_time(world: BatchWorld) -> None:
+    asked = 0
+
+    async def read(batch: Batch, line: BatchLine) -> NewJob:
+        nonlocal asked
+        asked += 1
+        raise AtCapacity("Too many long prompts wait to be counted.")
+
+    await make(world, jsonl(1))
+    async with running(world, read, replace(RULES, look_s=LONG_S)):
+        with anyio.fail_after(WITHIN_S):
+            while not asked:
+                await anyio.lowlevel.checkpoint()
+        for _ in range(100):
+            await world.redis.ping()
+        assert asked == 1
 
 
 class SlowFiles(RedisFiles):
@@ -294,16 +319,20 @@ class FilesAtWhoseEndSomebodyCancels(RedisFiles):
         return piece
 
 
+@pytest.mark.parametrize("content", [jsonl(3), jsonl(3) + b"{}\n"], ids=["valid", "invalid"])
 async def test_a_batch_that_is_cancelled_as_its_validation_ends_is_cancelled_at_once(
-    world: BatchWorld,
+    world: BatchWorld, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
-    await make(world, jsonl(3))
+    caplog.set_level("INFO")
+    await make(world, content)
     files = FilesAtWhoseEndSomebodyCancels(world)
     runner = BatchRunner(world.open(), files, world.jobs, read_line, RULES)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(runner.run)
         assert (await ended(world)).status is BatchStatus.CANCELLED
+        await until(world, lambda _: bool(_ends_told(caplog)))
         await runner.stop()
+    assert _ends_told(caplog) == ["cancelled"]
     assert await world.jobs.find() == []
     await files.aclose()
 
@@ -314,7 +343,7 @@ async def test_a_bad_file_of_many_pieces_fails_with_its_lines(world: BatchWorld)
     await make(world, content + b"{}\n" + content.splitlines()[1999])
     async with running(world):
         batch = await ended(world)
-    assert batch.status is BatchStatus.FAILED
+    assert (batch.status, batch.total) == (BatchStatus.FAILED, 0)
     assert [(error.line, error.code) for error in batch.errors] == [
         (2001, "invalid_custom_id"), (2002, "duplicate_custom_id"),
     ]  # fmt: skip
@@ -511,6 +540,31 @@ async def test_runners_that_are_thought_dead_double_nothing(world: BatchWorld, s
     assert set(workers.begun.values()) == {1}
 
 
+async def test_runners_that_are_thought_dead_write_every_line_of_a_cancelled_batch_once(
+    world: BatchWorld,
+) -> None:
+    await make(world, jsonl(600))
+    async with anyio.create_task_group() as tasks:
+        runner = BatchRunner(world.open(), world.files, world.jobs, read_line, RULES)
+        tasks.start_soon(runner.run)
+        await until(world, lambda batch: batch.total > 0)
+        await runner.stop()
+    await world.open().cancel("batch_1")
+
+    class Forgetful(RedisBatches):
+        async def write(self, *args: Any) -> None:
+            await super().write(*args)
+            await world.lose_runner_of("batch_1")
+            await self.release(await world.take(self))
+
+    batches = Forgetful(world.url, prefix=world.prefix, command_s=10.0, lease_s=LONG_S)
+    async with running(world, batches=batches):
+        batch = await ended(world)
+    assert (batch.status, batch.failed) == (BatchStatus.CANCELLED, 600)
+    assert names(await world.lines(batch.error_file_id)) == wanted(600)
+    await batches.aclose()
+
+
 async def test_a_store_that_has_lost_the_last_steps_costs_no_line(world: BatchWorld) -> None:
     """As after a failover to a replica that lags, of which a runner that was waiting hears nothing."""
     is_at_fourth, may_go_on, has_all = anyio.Event(), anyio.Event(), anyio.Event()
@@ -547,9 +601,15 @@ async def test_a_runner_that_is_stopped_lets_its_batches_go(world: BatchWorld) -
     await make(world, jsonl(20))
     async with running(world):
         await until(world, lambda batch: batch.total == 20)
-    claim = await world.open().take()
+    batches = world.open()
+    claim = await batches.take()
     assert claim is not None
     assert claim.number == RULES.queued_max
+    # However long nobody is there to collect it, a result outlasts the batch.
+    for line in await batches.running("batch_1"):
+        job = await world.jobs.load(line.job_id)
+        assert job is not None and job.new.expires_s is not None
+        assert job.new.keep_s == pytest.approx(job.new.expires_s + RULES.keep_s, abs=0.01)
 
 
 async def test_a_store_that_does_not_answer_once_does_not_cost_a_lease(world: BatchWorld) -> None:
@@ -591,11 +651,13 @@ async def test_a_batch_goes_on_from_whatever_step_its_runner_died_in(world: Batc
 
             return ask
 
+    bad = jsonl(6, model="other").splitlines(keepends=True)
+    content = (b"".join([bad[0], *jsonl(4).splitlines(keepends=True)[1:], *bad[4:]])).rstrip(b"\n")
     batches = world.open()
     async with working(world) as workers:
         for steps in range(1, 40, 3):
             id = f"batch_{steps}"
-            await make(world, jsonl(6), id)
+            await make(world, content, id)
             left = [steps]
             # A command that is under way when it dies may take the batch yet.
             mortal = world.open(lease_s=0.5)
@@ -615,8 +677,15 @@ async def test_a_batch_goes_on_from_whatever_step_its_runner_died_in(world: Batc
                         await ended(world, id)
                 tasks.cancel_scope.cancel()
             batch = await ended(world, id)
-            assert names(await world.lines(batch.output_file_id)) == wanted(6)
+            answers, failures = await _both(world, batch)
+            assert (names(answers), names(failures)) == (["r2", "r3", "r4"], ["r1", "r5", "r6"])
     assert set(workers.begun.values()) == {len(range(1, 40, 3))}
+
+
+def _ends_told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return with what status batches have ended, as often as that was logged."""
+    told = [getattr(record, "fields", {}) for record in caplog.records]
+    return [fields["status"] for fields in told if fields.get("event") == "batch_ended"]
 
 
 async def _both(world: BatchWorld, batch: Batch) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
