@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ import pytest
 from support.boards import EmulatedBoard
 from support.redis_server import own_server
 
-from gateway.core.box import COMMAND_PAUSES_S, Box, BoxRules, State
+from gateway.core.box import COMMAND_PAUSES_S, Box, BoxRules, Quarantine, State
 from gateway.core.box_report import written
 from gateway.core.errors import StoreUnavailable
 from gateway.core.health import BackendStatus
@@ -31,7 +31,7 @@ from gateway.core.values import (
     TrafficClass,
     Waiting,
 )
-from gateway.core.waiting import Ticket, WaitingLine
+from gateway.core.waiting import Refused, Ticket, WaitingLine
 from gateway.pipeline import box_controller
 from gateway.pipeline.box_controller import READY_S, STORE_LOST_S, BoxController, BoxSnapshot
 from gateway.ports import Board, BoxBoard, JobStore, Slot
@@ -67,7 +67,11 @@ class Machine:
     looked: anyio.Event = field(default_factory=anyio.Event)
     looks: int = 0
     stops: anyio.Event | None = None  # when what it is told to stop has stopped; None: at once
+    answers: anyio.Event | None = None  # when the canary is answered; None: at once
     failures: list[str] = field(default_factory=list)  # of the next start commands
+    fences: list[int] = field(default_factory=list)  # of the commands
+    restarts: int = 0  # of the model that is in
+    awaited: list[str] = field(default_factory=list)  # whose health begins anew
     shared: dict[str, Any] = field(default_factory=dict)
 
     # ports.Switch
@@ -75,6 +79,7 @@ class Machine:
         return backend_id in self.inside
 
     async def start(self, backend_id: str, fence: int) -> str:
+        self.fences.append(fence)
         if self.failures:
             return self.failures.pop(0)
         self.inside.add(backend_id)
@@ -82,6 +87,7 @@ class Machine:
         return ""
 
     async def stop(self, backend_id: str, fence: int) -> str:
+        self.fences.append(fence)
         if self.stops is not None:
             await self.stops.wait()
         self.inside.discard(backend_id)
@@ -89,11 +95,14 @@ class Machine:
         return ""
 
     async def ask(self, backend_id: str) -> str:
+        if self.answers is not None:
+            await self.answers.wait()
         return ""
 
     # ports.BoxFleet
     def statuses(self) -> Mapping[str, BackendStatus]:
-        up, out = BackendStatus(state=Health.UP, served_models=("m",)), BackendStatus()
+        up = BackendStatus(state=Health.UP, served_models=("m",), restarts=self.restarts)
+        out = BackendStatus()
         if self.unseen_since is not None:
             out = BackendStatus(state=Health.BOOTING, since=self.unseen_since)
         return {name: up if name in self.inside else out for name in ("gemma", "qwen")}
@@ -106,6 +115,7 @@ class Machine:
 
     def await_boot(self, backend_id: str, reason: str) -> None:
         assert backend_id in POLICY.backends
+        self.awaited.append(backend_id)
 
     def _note_look(self) -> None:
         self.looks += 1
@@ -173,12 +183,13 @@ class Process:
     def at(self) -> tuple[State, str]:
         return self.snapshot.box.state, self.snapshot.box.backend
 
-    def brings(self, name: str, model: int, waited_s: float) -> None:
+    def brings(self, name: str, model: int, waited_s: float, waiting: Waiting = PATIENT) -> Refused | None:
         """Have a worker bring a job for the first or the second model to the line."""
         policy, now = POLICY.models[model], self.machine.now
         demand = Demand(seqs=1, prompt_tokens=100, total_tokens=200)
-        ticket = Ticket(name, policy.id, POLICY, policy.classes[0], demand, None, now, waited_s=waited_s)
-        assert self.line.enter(ticket, now) is None
+        work = replace(policy.classes[0], waiting=waiting)
+        ticket = Ticket(name, policy.id, POLICY, work, demand, None, now, waited_s=waited_s)
+        return self.line.enter(ticket, now)
 
     async def is_at(self, state: State, backend: str) -> None:
         await self.until(lambda: self.at == (state, backend))
@@ -205,6 +216,18 @@ async def at_work(*processes: Process) -> AsyncIterator[None]:
             await process.is_at(State.RESIDENT, "qwen")
         yield
         tasks.cancel_scope.cancel()
+
+
+async def say(machine: Machine, box: Box) -> EmulatedBoard:
+    """Have another process publish the state of the box: as its owner from then on, or again."""
+    other = board_of(machine, "other")
+    fence = (await other.sync("spark", fence=0, state="", note="")).fence
+    await other.sync("spark", fence=fence, state=written(box, machine.now), note="")
+    return other
+
+
+def board_of(machine: Machine, process: str) -> EmulatedBoard:
+    return EmulatedBoard(lambda: machine.now, process=process, ttl_s=1e9, shared=machine.shared)
 
 
 def stored(count: int, oldest_s: float) -> Lane:
@@ -289,10 +312,7 @@ async def test_a_model_that_died_before_who_has_the_box_now_saw_it_is_brought_ba
 
 async def test_a_model_that_only_the_owner_has_seen_yet_is_waited_for() -> None:
     machine = Machine()
-    other = EmulatedBoard(lambda: machine.now, process="other", ttl_s=1e9, shared=machine.shared)
-    resident = written(Box(State.RESIDENT, machine.now, backend="gemma"), machine.now)
-    fence = (await other.sync("spark", fence=0, state="", note="")).fence
-    await other.sync("spark", fence=fence, state=resident, note="")
+    await say(machine, Box(State.RESIDENT, machine.now, backend="gemma"))
     seen, unseen = Process(machine), Process(machine, "two")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(unseen.controller.run)
@@ -316,7 +336,143 @@ async def test_a_model_that_only_the_owner_has_seen_yet_is_waited_for() -> None:
         await seen.another_look()
         await seen.another_look()
         assert "gemma" not in seen.controller.objections()
+
+        await say(machine, Box(State.RESIDENT, machine.now, backend="qwen"))
+        await seen.is_at(State.RESIDENT, "qwen")
+        await seen.another_look()
+        assert seen.controller.objections()["qwen"][0] is Exclusion.SWAPPED_OUT
         tasks.cancel_scope.cancel()
+
+
+OUT_OF_ORDER = {"gemma": Quarantine("canary failed", 10_000.0)}
+
+
+@pytest.mark.parametrize(
+    ("box", "level", "is_at_work", "awaited"),
+    [
+        (Box(State.DRAINING, backend="gemma", target="qwen"), "INFO", True, []),
+        (Box(State.DRAINING, backend="gemma", target="qwen", quarantine=OUT_OF_ORDER), "WARNING", True, []),
+        (Box(State.STOPPING, backend="gemma", target="qwen"), "INFO", True, []),
+        (Box(State.BOOTING, backend="qwen"), "INFO", True, ["qwen"]),
+        (Box(State.BOOTING, backend="gemma"), "INFO", True, ["gemma"]),
+        (Box(State.CHECKING, backend="qwen"), "INFO", True, ["qwen"]),
+        (Box(State.FAILED), "ERROR", False, ["qwen"]),
+    ],
+    ids=["drains", "quarantine", "stops", "boots", "boots-again", "is-checked", "failed"],
+)
+async def test_what_the_owner_says_of_a_box_is_shown_by_the_others(
+    caplog: pytest.LogCaptureFixture, box: Box, level: str, is_at_work: bool, awaited: list[str]
+) -> None:
+    caplog.set_level("INFO")
+    machine = Machine()
+    await say(machine, Box(State.RESIDENT, machine.now, backend="gemma"))
+    one = Process(machine)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one.controller.run)
+        await one.is_at(State.RESIDENT, "gemma")
+        await one.another_look()
+        caplog.clear()
+        await say(machine, box)
+        await one.is_at(box.state, box.backend)
+        await one.another_look()
+        await one.another_look()
+        assert [record.levelname for record in caplog.records] == [level]
+        assert one.controller.can_serve_later is is_at_work
+        assert machine.awaited == awaited
+        tasks.cancel_scope.cancel()
+
+
+async def test_who_cannot_wait_for_a_boot_is_refused_at_once() -> None:
+    machine = Machine()
+    await say(machine, Box(State.BOOTING, machine.now - 100, backend="gemma"))
+    one = Process(machine)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one.controller.run)
+        await one.is_at(State.BOOTING, "gemma")
+        await one.another_look()
+        left_s = BOOT_S["gemma"] - 100
+        assert one.brings("a", 0, 0.0, replace(PATIENT, max_wait_s=left_s - 1)) is not None
+        assert one.brings("b", 0, 0.0, replace(PATIENT, max_wait_s=left_s + 1)) is None
+        tasks.cancel_scope.cancel()
+
+
+async def test_only_a_restart_of_the_gateway_lifts_a_quarantine() -> None:
+    machine = Machine()
+    old = Process(machine, "old")
+    quarantine = {"gemma": Quarantine("canary failed", machine.now + 10)}
+    machine.now += 20
+    new = Process(machine, "new")
+    other = await say(machine, Box(State.RESIDENT, machine.now, backend="qwen", quarantine=quarantine))
+    async with anyio.create_task_group() as tasks:
+        for one, objection in ((old, Exclusion.UNHEALTHY), (new, Exclusion.SWAPPED_OUT)):
+            await other.leave("spark")
+            scope = anyio.CancelScope()
+
+            async def run(process: Process = one, scope: anyio.CancelScope = scope) -> None:
+                with scope:
+                    await process.controller.run()
+
+            tasks.start_soon(run)
+            await one.until(lambda one=one: one.snapshot.is_owner)  # type: ignore[misc]
+            await one.is_at(State.RESIDENT, "qwen")
+            assert one.controller.objections()["gemma"][0] is objection
+            scope.cancel()
+            await one.controller.wait_ended()
+
+
+async def test_a_gateway_that_has_its_box_back_serves_on_without_another_canary() -> None:
+    machine = Machine()
+    one = Process(machine)
+    async with at_work(one):
+        number = one.snapshot.box.number
+        await board_of(machine, "one").leave("spark")  # as after a pause of the whole process
+        await one.until(lambda: one.snapshot.fence == 2)
+        assert (one.at, one.snapshot.box.number) == ((State.RESIDENT, "qwen"), number)
+
+
+async def test_a_model_that_restarts_by_itself_is_checked_before_it_serves_on() -> None:
+    machine = Machine()
+    one = Process(machine)
+    async with at_work(one):
+        await one.another_look()
+        machine.answers = anyio.Event()
+        machine.restarts += 1  # of which the probes have seen nothing else
+        await one.is_at(State.CHECKING, "qwen")
+        assert "qwen" in one.controller.objections()
+        machine.answers.set()
+        await one.is_at(State.RESIDENT, "qwen")
+
+
+async def test_a_report_of_what_was_ordered_under_an_earlier_fence_ends_no_later_order() -> None:
+    machine = Machine(stops=anyio.Event())
+    one = Process(machine)
+    async with at_work(one):
+        machine.lanes_there = [stored(4, 10.0)]
+        await one.until(lambda: one.snapshot.plan.cause is Cause.JOBS)
+        machine.now = one.snapshot.box.resident_since + 301
+        await one.is_at(State.STOPPING, "qwen")
+        stop = one.snapshot.box.number
+        # The store was lost, and another gateway had the box for a moment: numbers of orders come again.
+        machine.lanes_there, machine.answers = [], anyio.Event()
+        await board_of(machine, "one").leave("spark")
+        other = await say(machine, Box(State.CHECKING, machine.now, backend="qwen", number=stop - 1))
+        await other.leave("spark")
+        await one.is_at(State.CHECKING, "qwen")
+        assert one.snapshot.box.number == stop
+        assert machine.stops is not None
+        machine.stops.set()
+        for _ in range(3):
+            await one.another_look()
+        assert one.at == (State.CHECKING, "qwen")
+        machine.inside.add("qwen")
+        machine.answers.set()
+        await one.is_at(State.RESIDENT, "qwen")
+        assert one.snapshot.fence == 3
+
+        machine.lanes_there = [stored(4, 10.0)]
+        machine.now += 301
+        await one.is_at(State.RESIDENT, "gemma")
+        assert machine.fences == [1, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -330,10 +486,7 @@ async def test_a_gateway_that_is_the_first_to_be_back_finds_out_what_is_in(
     is_watched: bool, found: str
 ) -> None:
     machine = Machine(inside={"gemma"})
-    last, other = (
-        EmulatedBoard(lambda: machine.now, process=name, ttl_s=1e9, shared=machine.shared)
-        for name in ("last", "other")
-    )
+    last, other = board_of(machine, "last"), board_of(machine, "other")
     resident = written(Box(State.RESIDENT, machine.now, backend="qwen"), machine.now)
     fence = (await last.sync("spark", fence=0, state="", note="")).fence
     await last.sync("spark", fence=fence, state=resident, note="")
@@ -370,8 +523,8 @@ async def test_what_the_store_holds_is_counted_once_however_many_gateways_see_it
     processes = [Process(machine, name) for name in ("one", "two", "three")]
     one, two, _ = processes
     async with at_work(*processes):
-        one.brings("a", 0, waited_s=50.0)
-        two.brings("b", 0, waited_s=60.0)
+        assert one.brings("a", 0, waited_s=50.0) is None
+        assert two.brings("b", 0, waited_s=60.0) is None
         machine.lanes_there = [stored(1, 40.0)]
         await one.until(lambda: [each.snapshot.wants["gemma"].count for each in processes] == [2, 2, 2])
         for process in processes:
@@ -403,7 +556,7 @@ async def test_the_batch_is_what_waited_in_the_store_when_the_model_came_in() ->
         await one.until(lambda: one.snapshot.plan.held_by_batch)
         # Its last one has left the store for the line: of the batch it is, though it has just entered.
         machine.lanes_there = [stored(50, 900.0)]
-        one.brings("last", 1, waited_s=1100.0)
+        assert one.brings("last", 1, waited_s=1100.0) is None
         await one.another_look()
         assert one.snapshot.plan.held_by_batch
         assert one.at == (State.RESIDENT, "qwen")
@@ -432,7 +585,7 @@ class BoardAway:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._board = EmulatedBoard(lambda: machine.now, process="one", ttl_s=1e9, shared=machine.shared)
+        self._board = board_of(machine, "one")
 
     async def sync(self, box_id: str, *, fence: int, state: str, note: str) -> Board | None:
         if self._machine.is_away:
