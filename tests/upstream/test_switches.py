@@ -2,12 +2,16 @@
 
 import json
 import logging
-from collections.abc import Sequence
+import ssl
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from anyio.abc import SocketStream
+from support.certificates import self_signed
 from support.raw_server import RawServer, raw_server
 
 from gateway.core.canary import Canary
@@ -107,9 +111,10 @@ async def test_a_stop_that_stopped_nothing_is_a_failure(monkeypatch: pytest.Monk
 
 async def test_the_number_of_the_ownership_stands_where_a_command_wants_it(tmp_path: Path) -> None:
     said = tmp_path / "said"
-    start = Command(["sh", "-c", 'echo "$1" > "$2"', "sh", "--fence={fence}", str(said)])
+    told = 'echo "$1 $GATEWAY_FENCE $GATEWAY_BACKEND" > "$2"'
+    start = Command(["sh", "-c", told, "sh", "--fence={fence}", str(said)])
     assert await switch(member(ByCommand(start, Command(["true"])))).start("qwen", 9) == ""
-    assert said.read_text() == "--fence=9\n"
+    assert said.read_text() == "--fence=9 9 qwen\n"
 
 
 async def test_sleep_frees_and_waking_up_reads_discarded_weights_anew() -> None:
@@ -122,6 +127,9 @@ async def test_sleep_frees_and_waking_up_reads_discarded_weights_anew() -> None:
             "POST /wake_up?tags=kv_cache",
         ]
         assert json.loads(server.requests[1][1]) == {"method": "reload_weights"}
+    async with answering(answer("200 OK"), answer("500 Oh")) as server:
+        subject = switch(member(BySleep(level=2), server.url))
+        assert await subject.start("qwen", 1) == "/collective_rpc: HTTP 500"
     async with answering(answer("200 OK"), answer("200 OK", b'{"is_sleeping": true}')) as server:
         assert await switch(member(BySleep(), server.url)).stop("qwen", 1) == ""
         assert asked(server) == ["POST /sleep?level=1", "GET /is_sleeping"]
@@ -148,6 +156,8 @@ async def test_a_server_that_does_not_answer_may_hold_the_memory_still(
         pytest.param(answer("200 OK", b'{"is_sleeping": false}'), True, id="awake"),
         pytest.param(answer("200 OK", b'{"is_sleeping": true}'), False, id="asleep"),
         pytest.param(answer("200 OK", b"[]"), False, id="says-nothing"),
+        pytest.param(answer("200 OK", b"{}"), False, id="says-nothing-of-it"),
+        pytest.param(answer("200 OK", b"<html>"), False, id="no-json"),
         pytest.param(answer("200 OK", b"[" * 100_000), False, id="nested-without-end"),
         pytest.param(answer("404 Not Found"), False, id="cannot-sleep"),
     ],
@@ -167,6 +177,7 @@ async def test_who_sleeps_is_not_in(said: bytes, expected: bool) -> None:
         ),
         pytest.param([answer("404 Not Found"), answer("200 OK", b'{"data":[]}')], False, id="has-none"),
         pytest.param([answer("404 Not Found"), answer("503 Loading")], False, id="cannot-list"),
+        pytest.param([answer("404 Not Found"), answer("200 OK", b"<html>")], False, id="no-json"),
     ],
 )
 async def test_who_is_well_or_has_no_health_but_a_model_is_in(answers: list[bytes], expected: bool) -> None:
@@ -181,6 +192,8 @@ async def test_the_canary_is_asked_with_the_servers_own_key_and_its_answer_judge
         assert await switch(member(way, server.url)).ask("qwen") == ""
         ((head, body),) = server.requests
     assert b"authorization: Bearer key-of-the-server" in head
+    assert b"content-type: application/json" in head
+    assert b"accept-encoding: identity" in head
     assert json.loads(body)["model"] == "qwen"
     async with answering(says("<|channel>thought\n<channel|>42")) as server:
         assert "<|channel" in await switch(member(way, server.url)).ask("qwen")
@@ -225,6 +238,19 @@ def test_a_start_command_that_changes_is_warned_of(tmp_path: Path, caplog: pytes
     assert json.loads(record.read_text()) == {"qwen": other.launch_hash}
 
 
+def test_all_of_how_a_model_is_started_counts_as_its_launch() -> None:
+    stop = Call("POST", f"{NOWHERE}/stop")
+    ways: list[ByCommand | ByRequest | BySleep] = [
+        ByCommand(Command(["start"]), Command(["stop"])),
+        ByCommand(Command(["start"], shell=True), Command(["stop"])),
+        ByRequest(Call("POST", f"{NOWHERE}/start"), stop),
+        ByRequest(Call("POST", f"{NOWHERE}/start", {"flags": "--eager"}), stop),
+        BySleep(level=1),
+        BySleep(level=2),
+    ]
+    assert len({member(way).launch_hash for way in ways}) == len(ways)
+
+
 async def test_a_start_is_noted_beside_those_of_the_others(tmp_path: Path) -> None:
     record = tmp_path / "launches.json"
     record.write_text('{"gemma": "as before"}')
@@ -242,11 +268,30 @@ async def test_a_server_is_asked_with_its_new_key() -> None:
     assert b"authorization: Bearer another" in head
 
 
+async def test_a_server_is_trusted_by_its_own_authority(
+    fake_engine: Callable[..., AbstractAsyncContextManager[Any]], tmp_path: Path
+) -> None:
+    cert, key = self_signed(tmp_path, "localhost")
+    serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    serving.load_cert_chain(cert, key)
+    asking = ssl.create_default_context(cafile=cert)
+    async with fake_engine(tls=serving) as engine:
+        one = member(by_request(NOWHERE), f"https://localhost:{engine.port}")
+        box = switch(replace(one, verify=asking))
+        assert await box.is_resident("qwen")
+        box.update(secrets={}, tls={"qwen": ssl.create_default_context()})
+        assert not await box.is_resident("qwen")
+        assert await box.ask("qwen") == "no answer (TLS: self-signed certificate)"
+        box.update(secrets={}, tls={"qwen": asking})
+        assert await box.is_resident("qwen")
+
+
+@pytest.mark.parametrize("kept", ["no json", "[]"])
 def test_a_record_that_cannot_be_kept_keeps_nobody_from_starting(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: str
 ) -> None:
     record = tmp_path / "launches.json"
-    record.write_text("no json")
+    record.write_text(kept)
     one = replace(member(BySleep()), launch_record=record)
     note_launch(one)
     assert json.loads(record.read_text()) == {"qwen": one.launch_hash}
