@@ -80,6 +80,26 @@ class Asked(FarAway):
         return await super().acquire(backend_id, claim, limits)
 
 
+class GrantedTooLate(FarAway):
+    """Grants a place just as its caller leaves, and takes it back only after a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_full = True
+        self.caller = anyio.CancelScope()
+
+    async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
+        if self.is_full:
+            return Exclusion.AT_KNEE
+        slot = await super().acquire(backend_id, claim, limits)
+        self.caller.cancel()
+        return slot
+
+    async def release(self, slot: Slot) -> None:
+        await anyio.lowlevel.checkpoint()
+        await super().release(slot)
+
+
 class Noted(FarAway):
     """Has no place to give, and notes what is waited for."""
 
@@ -142,6 +162,30 @@ async def test_a_place_that_is_granted_when_the_room_is_closed_is_given_back() -
 
     assert not world.upstream.targets
     assert ledger.load("light-0") == Load()
+
+
+async def test_a_place_that_is_granted_when_its_caller_leaves_is_given_back() -> None:
+    ledger = GrantedTooLate()
+    world = World(ledger)
+
+    async def ask() -> None:
+        with ledger.caller:
+            await arrive(world, 1)
+
+    with anyio.fail_after(3):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(world.pipeline.room.run)
+            async with anyio.create_task_group() as asking:
+                asking.start_soon(ask)
+                await anyio.wait_all_tasks_blocked()
+                ledger.is_full = False
+                world.clock.time += 1
+                world.pipeline.room.look()
+            tasks.cancel_scope.cancel()
+
+    assert ledger.caller.cancelled_caught
+    assert not world.upstream.targets
+    assert set(ledger.held().values()) <= {Load()}
 
 
 async def test_others_are_told_what_is_waited_for_and_when_nobody_waits_any_more() -> None:
