@@ -43,6 +43,17 @@ async def test_a_command_that_fails_says_how_it_ended_and_what_it_said_last() ->
     )
 
 
+async def test_what_it_says_last_is_known_whatever_its_bytes_and_blank_lines() -> None:
+    assert await run(sh(r"printf 'caf\351\n \n\n'; exit 1"), {}) == "exit status 1: caf\ufffd"
+
+
+async def test_it_has_the_environment_of_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSH_AUTH_SOCK", "/run/agent")
+    assert await run(sh('echo "$SSH_AUTH_SOCK $MORE"; exit 1'), {"MORE": "and more"}) == (
+        "exit status 1: /run/agent and more"
+    )
+
+
 async def test_a_command_that_is_not_there_has_failed() -> None:
     assert await run(Command(["/nowhere/switch"]), {}) == "/nowhere/switch: No such file or directory"
 
