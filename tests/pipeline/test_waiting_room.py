@@ -81,10 +81,11 @@ class Asked(FarAway):
 
 
 class GrantedTooLate(FarAway):
-    """Grants a place just as its caller leaves, and takes it back only after a while."""
+    """Grants a place just as its caller leaves or so long after it, and takes it back only after a while."""
 
-    def __init__(self) -> None:
+    def __init__(self, late: int) -> None:
         super().__init__()
+        self.late = late
         self.is_full = True
         self.caller = anyio.CancelScope()
 
@@ -93,6 +94,8 @@ class GrantedTooLate(FarAway):
             return Exclusion.AT_KNEE
         slot = await super().acquire(backend_id, claim, limits)
         self.caller.cancel()
+        for _ in range(self.late):
+            await anyio.lowlevel.checkpoint()
         return slot
 
     async def release(self, slot: Slot) -> None:
@@ -164,8 +167,9 @@ async def test_a_place_that_is_granted_when_the_room_is_closed_is_given_back() -
     assert ledger.load("light-0") == Load()
 
 
-async def test_a_place_that_is_granted_when_its_caller_leaves_is_given_back() -> None:
-    ledger = GrantedTooLate()
+@pytest.mark.parametrize("late", [0, 10])
+async def test_a_place_that_is_granted_when_its_caller_leaves_is_given_back(late: int) -> None:
+    ledger = GrantedTooLate(late)
     world = World(ledger)
 
     async def ask() -> None:
@@ -181,6 +185,7 @@ async def test_a_place_that_is_granted_when_its_caller_leaves_is_given_back() ->
                 ledger.is_full = False
                 world.clock.time += 1
                 world.pipeline.room.look()
+            await anyio.wait_all_tasks_blocked()
             tasks.cancel_scope.cancel()
 
     assert ledger.caller.cancelled_caught
