@@ -1077,7 +1077,7 @@ async def test_a_caller_that_does_not_read_holds_its_backend_token_by_token_too(
         await site.eventually(lambda: is_stalled(site))
         with anyio.move_on_after(5):
             await is_over.wait()
-        assert unread(site) < 300_000
+        assert unread(site) < 600_000  # of 1.5 MB: a read may bring 256 KB at once, beside 64 that wait
         assert (await caller.answer()).is_whole
 
 
