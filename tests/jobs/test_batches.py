@@ -16,6 +16,7 @@ import pytest
 from redis.asyncio import Redis
 from support.batch_lines import read_lines
 from support.batch_world import CHAT, LONG_S, BatchWorld, jsonl
+from support.job_world import is_asked_once
 from support.redis_server import legs, own_server
 
 from gateway.core import batches
@@ -267,11 +268,7 @@ async def test_a_fleet_that_cannot_say_now_is_not_asked_all_the_time(world: Batc
     await make(world, jsonl(1))
     async with running(world, read, replace(RULES, look_s=LONG_S)):
         with anyio.fail_after(WITHIN_S):
-            while not asked:
-                await anyio.lowlevel.checkpoint()
-        for _ in range(100):
-            await world.redis.ping()
-        assert asked == 1
+            assert await is_asked_once(lambda: asked, world.redis)
 
 
 class SlowFiles(RedisFiles):

@@ -16,7 +16,7 @@ from typing import Any, cast
 import anyio
 import pytest
 from redis.asyncio import Redis
-from support.job_world import QUOTA, JobWorld
+from support.job_world import QUOTA, JobWorld, is_asked_once
 from support.redis_server import RedisServer, legs, own_server
 from support.scripted_backend import (
     AFTER_END,
@@ -272,11 +272,7 @@ async def test_a_store_that_is_away_is_not_asked_all_the_time(
     monkeypatch.setattr(store, question, away)
     async with working(store, Backend(), rules=replace(RULES, look_s=1000.0)):
         with anyio.fail_after(WITHIN_S):
-            while not asked:
-                await anyio.lowlevel.checkpoint()
-        for _ in range(100):
-            await world.redis.ping()
-        assert asked == 1
+            assert await is_asked_once(lambda: asked, world.redis)
 
 
 # ------------------------------------------------------------------ given back, taken over, stopped

@@ -1,9 +1,10 @@
 """Jobs in a real store, and a hand on its time: what is pending, expiring or ended can be made older."""
 
-from collections.abc import AsyncIterator, Awaitable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+import anyio.lowlevel
 from redis.asyncio import Redis
 
 from gateway.core.jobs import Job, NewJob, Quota, Serving
@@ -41,6 +42,15 @@ class Jobs(RedisJobs):
     def held(self, id: str, attempt: int = 1) -> tuple[str, str]:
         """Return a job's id, and the claim of an attempt at it."""
         return id, self._known.get((id, attempt), "unknown")
+
+
+async def is_asked_once(asked: Callable[[], int], redis: Redis) -> bool:
+    """Wait until something has been asked, and return whether it is not asked again for a while."""
+    while not asked():
+        await anyio.lowlevel.checkpoint()
+    for _ in range(100):
+        await redis.ping()
+    return asked() == 1
 
 
 class JobWorld:
