@@ -84,8 +84,8 @@ class UnfitAnswer(BackendError):
     """A complete answer that is not what was asked for. The backend is healthy; a retry may succeed."""
 
 
-class FewerChoices(BackendError):
-    """A complete answer with fewer choices than asked for, as of a server that ignores `n`. It is healthy."""
+class FewerChoices(UnfitAnswer):
+    """One with fewer choices than asked for, as of a server that ignores `n`: no retry there succeeds."""
 
     def __init__(self, found: int, wanted: int) -> None:
         super().__init__(f"The backend answered with {found} of {wanted} choices: it may not support more.")

@@ -429,7 +429,7 @@ class Attempt:
 
     def _faulty(self, fault: BackendError) -> GatewayError:
         """Return the error for a 200 response that is invalid, or does not match the request."""
-        if isinstance(fault, FewerChoices | UnfitAnswer):
+        if isinstance(fault, UnfitAnswer):
             self._outcome = Outcome.UNFIT
             if self._context.is_answered:
                 return StreamBroken(fault.message)

@@ -401,21 +401,18 @@ async def _health(asker: _Asker, timeout_s: float) -> ProbeOk | ProbeFailed:
     try:
         await asker.get("/health", timeout_s)
     except _Unexpected as error:
-        if error.status in NO_SUCH_PATH:
-            return await _listing(asker, timeout_s, f"/health: {error.detail}")
+        if error.status in NO_SUCH_PATH:  # as Ollama: it is well if it lists its models
+            return await _health_by_list(asker, timeout_s, f"/health: {error.detail}")
         detail = f"/health: {error.detail}" if error.kind is ProbeFault.STATUS else error.detail
         return ProbeFailed(error.kind, detail)
     return ProbeOk()
 
 
-async def _listing(asker: _Asker, timeout_s: float, before: str) -> ProbeOk | ProbeFailed:
-    """Ask a server without /health, such as Ollama, whether it lists its models."""
+async def _health_by_list(asker: _Asker, timeout_s: float, before: str) -> ProbeOk | ProbeFailed:
     try:
-        _read_models(await asker.get("/v1/models", timeout_s), None)
+        await _listed(asker, timeout_s, None)
     except _Unexpected as error:
         return ProbeFailed(error.kind, f"{before}, /v1/models: {error.detail}")
-    except (ValueError, RecursionError):
-        return ProbeFailed(ProbeFault.STATUS, f"{before}, /v1/models: no list of models")
     return ProbeOk()
 
 
@@ -431,14 +428,19 @@ async def _sample(asker: _Asker, timeout_s: float, clock: Clock) -> Sample | Sam
 
 async def _models(asker: _Asker, rules: HealthRules) -> ProbeOk | ModelsFailed:
     try:
-        models, context_tokens = _read_models(
-            await asker.get("/v1/models", rules.scrape_timeout_s), rules.model
-        )
+        models, context_tokens = await _listed(asker, rules.scrape_timeout_s, rules.model)
     except _Unexpected as error:
         return ModelsFailed(f"/v1/models: {error.detail}", key_refused=error.status in (401, 403))
-    except (ValueError, RecursionError):
-        return ModelsFailed("/v1/models: no list of models")
     return ProbeOk(models, context_tokens, await _version(asker, rules))
+
+
+async def _listed(asker: _Asker, timeout_s: float, wanted: str | None) -> tuple[tuple[str, ...], int | None]:
+    """Return the served names, and a window; see `_read_models`. Raises _Unexpected."""
+    page = await asker.get("/v1/models", timeout_s)
+    try:
+        return _read_models(page, wanted)
+    except (ValueError, RecursionError):
+        raise _Unexpected(ProbeFault.STATUS, "no list of models") from None
 
 
 async def _version(asker: _Asker, rules: HealthRules) -> str | None:
