@@ -18,6 +18,7 @@ def bind(host: str, port: int) -> socket.socket:
         StartupBlocked: the address is in use, or does not belong to this machine.
         ConfigError: this user may not bind to it.
     """
+    wanted = tcp.address(host, port)
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with contextlib.ExitStack() as undo:
@@ -29,13 +30,13 @@ def bind(host: str, port: int) -> socket.socket:
             bound.listen(BACKLOG)
             undo.pop_all()
     except PermissionError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        raise ConfigError(f"cannot listen on {wanted}: {error.strerror}") from error
     except OSError as error:
-        raise StartupBlocked(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        raise StartupBlocked(f"cannot listen on {wanted}: {error.strerror or error}") from error
     return bound
 
 
 def url_of(bound: socket.socket) -> str:
     """Return the base URL of a bound socket."""
     host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{tcp.address(host, port)}"

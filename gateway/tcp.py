@@ -1,4 +1,4 @@
-"""TCP options for connections to callers and backends, and the detection of dead peers.
+"""TCP addresses, options for connections to callers and backends, and the detection of dead peers.
 
 A machine that loses power or its network closes nothing: a peer that only waits for it waits forever. So the
 kernel sends keep-alive probes after 15 s of silence, and drops a connection that does not answer them for
@@ -40,6 +40,11 @@ LOOK_S = 5.0
 """Interval between checks of all connections."""
 
 _INFO = struct.Struct("=2x2B52xI")  # of Linux's tcp_info: retransmits, probes, last_ack_recv in ms
+
+
+def address(host: str, port: int) -> str:
+    """Format an address as in a URL: `host:port`, `[v6]:port`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_gone(transport: asyncio.BaseTransport) -> bool:

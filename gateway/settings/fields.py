@@ -189,11 +189,6 @@ def _version(host: str) -> int:
     return 6 if ":" in host else 4
 
 
-def written(host: str, port: int) -> str:
-    """Format an address for `address`."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def _address_text(written: Any) -> Any:
     if isinstance(written, int) and not isinstance(written, bool):
         raise ValueError(f"write it as host:port, such as 127.0.0.1:{written}")

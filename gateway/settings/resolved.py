@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from gateway import profiles
+from gateway import profiles, tcp
 from gateway.core.box import BoxRules
 from gateway.core.errors import ConfigError
 from gateway.core.profile import EngineFlags, Profile
@@ -38,7 +38,7 @@ from gateway.core.values import (
 )
 from gateway.core.webhooks import WebhookEndpoint, read_secret
 from gateway.settings.document import Document
-from gateway.settings.fields import PORT_MAX, Address, Section, address, curve, overlap, written
+from gateway.settings.fields import PORT_MAX, Address, Section, address, curve, overlap
 from gateway.settings.problems import Problem
 from gateway.settings.references import Finding
 from gateway.settings.secrets import SecretMissing, SecretRef, carried, digest
@@ -267,7 +267,7 @@ class Settings:
             if overlap(Address(self.admin.host, port), self.listen):
                 message = f"worker {number} would need admin port {port}, which is that of `listen`"
                 raise ConfigError(str(self.problem(("admin",), message)))
-            own["admin"] = written(self.admin.host, port)
+            own["admin"] = tcp.address(self.admin.host, port)
         return replace(self, document=self.document.model_copy(update=own), workers=workers)
 
     # -------------------------------------------------------------- policy
@@ -583,7 +583,7 @@ def _is_homeless(written: str) -> bool:
 def _admin(text: str) -> str | None:
     """Validate an address for operators. Raises ConfigError."""
     try:
-        return None if text == "off" else written(*address(text))
+        return None if text == "off" else tcp.address(*address(text))
     except ValueError as error:
         raise ConfigError(f"--admin: {error}") from error
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import rich_click as click
 
-from gateway import open_files
+from gateway import open_files, tcp
 from gateway.simulator.options import Fault, FaultOrder, Quirk, SimulatorOptions
 
 answer_tokens_option = click.option(
@@ -177,5 +177,5 @@ def simulate(
     try:
         anyio.run(main)
     except OSError as error:
-        click.echo(f"cannot listen on {host}:{port}: {error.strerror or error}", err=True)
+        click.echo(f"cannot listen on {tcp.address(host, port)}: {error.strerror or error}", err=True)
         sys.exit(2)

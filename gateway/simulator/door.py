@@ -17,6 +17,8 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from gateway import tcp
+
 KEEP_ALIVE_S = 5  # as in vLLM: idle connections are closed after this time
 ENDING_S = 1.0  # real seconds for answers to write their last bytes
 _BACKLOG = 2048
@@ -145,8 +147,7 @@ class Door:
     @property
     def url(self) -> str:
         """The server's base URL."""
-        host = f"[{self.host}]" if self._family == socket.AF_INET6 else self.host
-        return f"http://{host}:{self.port}"
+        return f"http://{tcp.address(self.host, self.port)}"
 
     async def open(self, connect: Callable[[Entrance], ClientConnection]) -> None:
         """Accept connections, each handled by the result of `connect`."""

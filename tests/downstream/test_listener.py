@@ -204,6 +204,8 @@ def test_an_address_is_an_ip_or_a_name() -> None:
 def test_an_address_of_nobody_may_be_somebody_s_a_moment_later() -> None:
     with pytest.raises(StartupBlocked, match=r"cannot listen on 203\.0\.113\.1:1"):
         bind("203.0.113.1", 1)
+    with pytest.raises(StartupBlocked, match=r"cannot listen on \[2001:db8::1\]:1"):
+        bind("2001:db8::1", 1)
 
 
 LOW_PORTS = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
