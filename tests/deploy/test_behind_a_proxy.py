@@ -78,7 +78,10 @@ async def behind(proxy: Any, site: Front, folder: Path) -> AsyncIterator[httpx.A
     with (folder / "output").open("wb") as output:
         process = await anyio.open_process([*command, str(config)], stdout=output, stderr=output, env=environ)
     client = httpx.AsyncClient(
-        base_url=f"http://127.0.0.1:{port}", trust_env=False, headers={"authorization": f"Bearer {KEY}"}
+        base_url=f"http://127.0.0.1:{port}",
+        trust_env=False,
+        headers={"authorization": f"Bearer {KEY}"},
+        timeout=60,
     )
 
     async def is_up() -> bool:
