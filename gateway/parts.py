@@ -294,7 +294,7 @@ def webhooks(
     return Webhooks(
         endpoints,
         RedisWebhooks(store.url, prefix=store.prefix),
-        WebhookCaller(endpoints, clock),
+        WebhookCaller(clock),
         on_attempt=attempted,
         on_pending=metrics.webhooks_wait,
     )

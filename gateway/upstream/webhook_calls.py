@@ -8,7 +8,7 @@ the response body, only the beginning is read (`BODY_BYTES_MAX`), so that the en
 
 import socket
 import ssl
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import cast
 
@@ -64,17 +64,15 @@ class WebhookCaller:
 
     def __init__(
         self,
-        endpoints: Iterable[WebhookEndpoint],
         clock: Clock,
         *,
         resolve: Resolve = resolve,
         tls: ssl.SSLContext | bool = True,
         attempt_s: float = ATTEMPT_S,
     ) -> None:
-        """Prepare to call `endpoints`.
+        """Prepare to call endpoints.
 
         Args:
-            endpoints: All endpoints that may be called.
             clock: Source of times.
             resolve: Resolves host names.
             tls: How to verify certificates; True: by the system's.
@@ -85,8 +83,7 @@ class WebhookCaller:
         self._attempt_s = attempt_s
         # A transport rather than a client: no cookies, no redirects.
         self._transport = Transport(
-            verify=tls if any(endpoint.url.startswith("https:") for endpoint in endpoints) else False,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            verify=tls, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
         )
         self._under_way: set[anyio.CancelScope] = set()
 

@@ -109,7 +109,7 @@ class Webhooks:
     async def _take(self, tasks: TaskGroup) -> None:
         """Start as many attempts as allowed."""
         room = {name: ATTEMPTS_MAX - self._under_way[name] for name in self._endpoints.keys() - self._gone}
-        for delivery in await self._store.claim({name: most for name, most in room.items() if most > 0}):
+        for delivery in await self._store.claim(room):
             self._under_way[delivery.endpoint] += 1
             tasks.start_soon(self._deliver, self._endpoints[delivery.endpoint], delivery)
         self._on_pending(await self._store.pending(list(self._endpoints)))

@@ -6,7 +6,7 @@ import secrets
 import signal
 import sys
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +26,9 @@ from support.webhook_store import Announcing
 
 from gateway.clock import SystemClock
 from gateway.core.webhooks import WebhookAttempt, WebhookEndpoint, WebhookOutcome, read_secret
+from gateway.upstream import webhook_calls
 from gateway.upstream.webhook_calls import WebhookCaller
-from gateway.upstream.webhooks import ATTEMPTS_MAX, Webhooks
+from gateway.upstream.webhooks import ATTEMPTS_MAX, EVENTS_AT_ONCE, Webhooks
 
 SECRETS = ["whsec_" + b64encode(fill * 24).decode() for fill in (b"a", b"b")]
 TAG = "{gw:jobs}:webhooks"
@@ -88,9 +89,11 @@ class Process:
     Attributes:
         attempts: Every one it has made.
         pending: What waits, as last told.
+        scope: What it runs in.
     """
 
     store: Announcing
+    scope: anyio.CancelScope
     attempts: list[WebhookAttempt] = field(default_factory=list)
     pending: Mapping[str, int] = field(default_factory=dict)
 
@@ -107,17 +110,19 @@ class World:
     server: RedisServer
 
     @asynccontextmanager
-    async def process(self, *endpoints: WebhookEndpoint, **options: Any) -> AsyncIterator[Process]:
-        running = Process(Announcing(self.url, command_s=10.0, **options))
-        webhooks = Webhooks(
-            endpoints,
-            Announcing(self.url, command_s=10.0, **options),
-            WebhookCaller(endpoints, SystemClock()),
-            on_attempt=running.attempts.append,
-            on_pending=lambda pending: setattr(running, "pending", pending),
-            poll_s=0.02,
-        )
+    async def process(
+        self, *endpoints: WebhookEndpoint, poll_s: float = 0.02, **options: Any
+    ) -> AsyncIterator[Process]:
         async with anyio.create_task_group() as tasks:
+            running = Process(Announcing(self.url, command_s=10.0, **options), tasks.cancel_scope)
+            webhooks = Webhooks(
+                endpoints,
+                Announcing(self.url, command_s=10.0, **options),
+                WebhookCaller(SystemClock()),
+                on_attempt=running.attempts.append,
+                on_pending=lambda pending: setattr(running, "pending", pending),
+                poll_s=poll_s,
+            )
             tasks.start_soon(webhooks.run)
             await self.until(lambda: running.pending != {} or not endpoints)
             yield running
@@ -130,6 +135,17 @@ class World:
                 with suppress(RedisError):
                     await self.redis.ping()
                 await anyio.sleep(0.01)  # between two looks: a busy loop would slow what it waits for
+
+    async def asked(self) -> int:
+        """Return how often any process has asked for a script, in vain or not."""
+        asked = (await self.redis.info("commandstats"))["cmdstat_evalsha"]
+        return int(asked["calls"]) + int(asked["rejected_calls"])
+
+    async def refuse_scripts(self) -> None:
+        await self.redis.acl_setuser("default", enabled=True, commands=["-evalsha"])
+
+    async def take_scripts(self) -> None:
+        await self.redis.acl_setuser("default", enabled=True, commands=["+evalsha"])
 
     async def waiting(self, name: str) -> dict[str, float]:
         """Return the deliveries that wait for an endpoint, with the seconds they still have to."""
@@ -275,6 +291,42 @@ async def test_each_process_has_its_own_endpoints_and_none_misses_an_event(world
     assert len(set(lab.ids)) == 20
 
 
+async def comes_to_rest(count: Callable[[], Awaitable[int]]) -> None:
+    """Return once a number stays what it is."""
+    with anyio.fail_after(10):
+        before, now = -1, await count()
+        while before != now:
+            await anyio.sleep(0.1)
+            before, now = now, await count()
+
+
+async def test_whatever_has_ended_is_told_of_without_a_pause_and_then_the_store_is_left_alone(
+    world: World,
+) -> None:
+    async with receiver() as ops:
+        store = Announcing(world.url)
+        await store.events(1)
+        for number in range(2 * EVENTS_AT_ONCE):
+            await store.announce("response.completed", f"resp_{number}", None)  # nobody hears of these
+        for number in range(3 * ATTEMPTS_MAX):
+            await store.announce("response.failed", f"resp_bad{number}", None)
+        await store.aclose()
+        to = endpoint("ops", ops.url, events=("response.failed",))
+        async with world.process(to, poll_s=3600.0) as process:
+            await world.until(lambda: len(process.attempts) == 3 * ATTEMPTS_MAX)
+            await world.until(lambda: process.pending == {"ops": 0})
+            await comes_to_rest(world.asked)
+
+
+async def test_a_store_that_is_away_is_not_asked_all_the_time(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    await world.refuse_scripts()
+    async with world.process(poll_s=3600.0):
+        await world.until(lambda: "the webhook store is unavailable" in caplog.text)
+        await comes_to_rest(world.asked)
+
+
 async def test_a_store_that_comes_back_is_used_again(world: World, caplog: pytest.LogCaptureFixture) -> None:
     async with receiver() as ops:
         async with world.process(endpoint("ops", ops.url)) as process:
@@ -292,10 +344,11 @@ import asyncio, sys
 from gateway.clock import SystemClock
 from gateway.core.webhooks import WebhookEndpoint
 from gateway.store.webhooks import RedisWebhooks
+from gateway.upstream import webhook_calls
 from gateway.upstream.webhook_calls import WebhookCaller
 from gateway.upstream.webhooks import Webhooks
 ends = [WebhookEndpoint("ops", sys.argv[2], (b"a" * 24,), allow_private=True)]
-caller = WebhookCaller(ends, SystemClock())
+caller = WebhookCaller(SystemClock())
 ignore = lambda _: None
 asyncio.run(Webhooks(ends, RedisWebhooks(sys.argv[1]), caller, on_attempt=ignore, on_pending=ignore).run())
 """
@@ -336,6 +389,53 @@ async def test_an_end_in_the_middle_leaves_it_to_the_next(world: World) -> None:
             await world.until(lambda: process.pending == {"ops": 0})
     assert len(set(ops.ids)) == 1
     assert process.attempts[0].delivery.failures == 0
+
+
+async def test_what_is_answered_just_after_the_end_is_not_delivered_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhook_calls, "HURRY_S", 20.0)
+    may_answer = anyio.Event()
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        await may_answer.wait()
+        await stream.send(answer_of(b""))
+
+    async with raw_server(answer) as server, world.process(endpoint("ops", server.url)) as process:
+        for number in range(ATTEMPTS_MAX):
+            await process.store.announce("response.completed", f"resp_{number}", None)
+        await world.until(lambda: len(server.requests) == ATTEMPTS_MAX)
+        process.scope.cancel()
+        may_answer.set()
+    assert process.outcomes() == [WebhookOutcome.DELIVERED] * ATTEMPTS_MAX
+    assert await world.waiting("ops") == {}
+
+
+async def test_a_result_that_the_store_does_not_take_is_written_later(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    may_answer = anyio.Event()
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        await may_answer.wait()
+        await stream.send(answer_of(b""))
+
+    store = Announcing(world.url)
+    await store.events(1)
+    await store.announce("response.completed", "resp_1", None)
+    await store.aclose()
+    async with raw_server(answer) as server:
+        # It looks once before the answer, so what the store refuses is the result.
+        async with world.process(endpoint("ops", server.url), poll_s=3600.0):
+            await world.until(lambda: len(server.requests) == 1)
+            await world.refuse_scripts()
+            may_answer.set()
+            await world.until(lambda: "the webhook store is unavailable" in caplog.text)
+            await world.take_scripts()
+            with anyio.fail_after(30):
+                while await world.waiting("ops"):  # noqa: ASYNC110 - it sends no event
+                    await anyio.sleep(0.01)
+    assert len(server.requests) == 1
 
 
 async def test_a_gateway_with_webhooks_delivers_and_counts(world: World, tmp_path: Path) -> None:

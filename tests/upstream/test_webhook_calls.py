@@ -51,7 +51,7 @@ def endpoint(url: str, **changes: Any) -> WebhookEndpoint:
 
 
 async def attempt(to: WebhookEndpoint, **options: Any) -> WebhookAttempt:
-    caller = WebhookCaller([to], SystemClock(), **options)
+    caller = WebhookCaller(SystemClock(), **options)
     try:
         return await caller.attempt(to, DELIVERY)
     finally:
@@ -117,7 +117,7 @@ async def test_an_endpoint_says_when_to_come_back() -> None:
 async def test_a_cookie_is_not_brought_back() -> None:
     async with raw_server(answering("200 OK", "set-cookie: a=b\r\n")) as server:
         to = endpoint(server.url)
-        caller = WebhookCaller([to], SystemClock())
+        caller = WebhookCaller(SystemClock())
         for _ in range(2):
             await caller.attempt(to, DELIVERY)
         await caller.aclose()
@@ -143,8 +143,10 @@ async def test_an_endless_body_is_left_and_the_status_counts(monkeypatch: pytest
 
     with anyio.fail_after(30):
         async with raw_server(endless) as server:
-            made = await attempt(endpoint(server.url))
+            caller = WebhookCaller(SystemClock())
+            made = await caller.attempt(endpoint(server.url), DELIVERY)
             await server.closed.wait()
+            await caller.aclose()
     assert made.outcome is WebhookOutcome.DELIVERED
 
 
@@ -156,6 +158,31 @@ async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.M
         await anyio.sleep_forever()
 
     async with raw_server(stuck) as server:
+        assert (await attempt(endpoint(server.url))).outcome is WebhookOutcome.DELIVERED
+
+
+async def test_a_short_body_may_be_sent_to_its_end() -> None:
+    sent = anyio.Event()
+
+    async def in_parts(stream: SocketStream, _: int) -> None:
+        for part in (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n", b"o"):
+            await stream.send(part)
+            with anyio.move_on_after(0.1):
+                await stream.receive()  # raises if the connection is closed
+        await stream.send(b"k")
+        sent.set()
+
+    async with raw_server(in_parts) as server:
+        assert (await attempt(endpoint(server.url))).outcome is WebhookOutcome.DELIVERED
+    assert sent.is_set()
+
+
+async def test_a_body_that_is_cut_takes_nothing_back() -> None:
+    async def cut(stream: SocketStream, _: int) -> None:
+        await stream.send(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nw")
+        await stream.aclose()
+
+    async with raw_server(cut) as server:
         assert (await attempt(endpoint(server.url))).outcome is WebhookOutcome.DELIVERED
 
 
@@ -194,7 +221,7 @@ async def test_an_attempt_that_is_cut_at_the_end_blames_nobody(monkeypatch: pyte
 
     async with raw_server(silent) as server:
         to = endpoint(server.url)
-        caller = WebhookCaller([to], SystemClock())
+        caller = WebhookCaller(SystemClock())
 
         async def run() -> None:
             made.append(await caller.attempt(to, DELIVERY))
@@ -208,6 +235,14 @@ async def test_an_attempt_that_is_cut_at_the_end_blames_nobody(monkeypatch: pyte
             await server.closed.wait()
         await caller.aclose()
     assert made == []
+
+
+async def test_after_the_end_nothing_is_attempted_any_more() -> None:
+    async with raw_server(answering("200 OK")) as server:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await attempt(endpoint(server.url))
+    assert server.connections == 0
 
 
 # ------------------------------------------------------------------ where nothing goes
@@ -258,10 +293,19 @@ async def test_every_attempt_asks_anew() -> None:
     names = Names([["127.0.0.1"], ["169.254.169.254"]])
     async with raw_server(answering("200 OK")) as server:
         to = endpoint(server.url.replace("127.0.0.1", "hooks.invalid"))
-        caller = WebhookCaller([to], SystemClock(), resolve=names)
+        caller = WebhookCaller(SystemClock(), resolve=names)
         outcomes = [(await caller.attempt(to, DELIVERY)).outcome for _ in range(2)]
         await caller.aclose()
     assert outcomes == [WebhookOutcome.DELIVERED, WebhookOutcome.REFUSED]
+
+
+async def test_a_connection_is_not_used_again_for_another_name_at_the_same_address() -> None:
+    async with raw_server(answering("200 OK")) as server:
+        caller = WebhookCaller(SystemClock(), resolve=Names([["127.0.0.1"]]))
+        for name in ("one.invalid", "other.invalid"):
+            await caller.attempt(endpoint(server.url.replace("127.0.0.1", name)), DELIVERY)
+        await caller.aclose()
+    assert server.connections == 2
 
 
 async def test_an_address_that_does_not_answer_is_passed_over() -> None:
