@@ -141,8 +141,6 @@ class _PipelinedConnection(asyncio.Protocol):
     def end(self, why: str) -> None:
         """Close the connection; the outcome of unanswered commands is unknown."""
         self._leave()
-        if self._timer is not None:
-            self._timer.cancel()
         if self._writer is not None:
             self._writer.transport.abort()
         while self._asked:

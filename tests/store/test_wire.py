@@ -1,6 +1,7 @@
 """The lease scripts' connections: whose reply is whose, also when servers stall, die, refuse or babble."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from gateway.core.values import UNLIMITED, Load
 from gateway.ports import Slot
 from gateway.store.connections import Connections, StoreAway
 from gateway.store.redis import RedisLedger
-from gateway.store.wire import PipelinedConnections, Subscription, packed, subscribed
+from gateway.store.wire import WIRES, PipelinedConnections, Subscription, packed, subscribed
 
 pytestmark = pytest.mark.parametrize(
     "anyio_backend",
@@ -111,6 +112,17 @@ async def test_whoever_waits_for_a_stalled_server_is_told_and_late_replies_reach
             while isinstance((await ask(wires, 100))[0], StoreAway):
                 pass  # it may still be at work
         assert await ask(wires, 101, 102) == [[101, 7], [102, 7]]
+
+
+async def test_a_server_that_stalls_after_a_time_without_commands_is_noticed(
+    stoppable: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with wires_to(stoppable.url, command_s=0.1) as wires:
+        assert await ask(wires, 1) == [[1, 7]]
+        await anyio.sleep(0.2)  # by now nothing watches the connection
+        stoppable.stall()
+        assert away(await ask(wires, 2)) == {"no answer within 0.1 s"}
+    assert caplog.text == ""
 
 
 async def test_a_server_killed_in_the_middle_of_a_batch_fails_all_of_it_and_leaves_nothing(
@@ -330,10 +342,37 @@ async def test_what_hangs_holds_up_nothing_that_comes_after_it(tmp_path: Path) -
         wires.close()
 
 
+async def test_a_server_that_answers_nothing_gets_few_connections(tmp_path: Path) -> None:
+    heard: list[int] = []
+
+    def says(number: int) -> list[bytes]:
+        heard.append(number)
+        return []
+
+    puppet = Puppet(tmp_path, says)
+    async with puppet.run(), wires_to(puppet.url) as wires, anyio.create_task_group() as tasks:
+        for number in range(10):
+            tasks.start_soon(ask, wires, number)
+            with anyio.fail_after(WITHIN_S):
+                while len(heard) <= number:
+                    await anyio.lowlevel.checkpoint()
+        wires.close()
+    assert puppet.connections == WIRES
+
+
 async def test_a_server_that_is_slow_for_many_is_not_away(tmp_path: Path) -> None:
     puppet = Puppet(tmp_path, lambda number: [reply(number)], pace_s=1.2)
     async with puppet.run(), wires_to(puppet.url, command_s=2.0) as wires:
         assert await ask(wires, 1, 2) == [[1, 7], [2, 7]]
+
+
+async def test_a_reply_that_comes_after_this_process_stood_still_is_waited_for(tmp_path: Path) -> None:
+    puppet = Puppet(tmp_path, lambda number: [reply(number)], pace_s=0.2)
+    async with puppet.run(), wires_to(puppet.url, command_s=0.4) as wires:
+        assert await ask(wires, 1) == [[1, 7]]
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, time.sleep, 0.8)  # once it is asked, and before it is written
+        assert await ask(wires, 2) == [[2, 7]]
 
 
 async def test_who_has_waited_for_a_turn_for_too_long_waits_no_longer(tmp_path: Path) -> None:
