@@ -215,6 +215,8 @@ def test_retry_after_within_reason(
         ("1.5", None),
         ("", None),
         ("Sun, 99 Nov 999999999 08:49:37 GMT", None),
+        ("Sun, 06 Nov 99999999999999999999 08:49:37 GMT", None),
+        ("²", None),
     ],
 )
 def test_retry_after_by_number_and_by_date(value: str | None, seconds: float | None) -> None:
