@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import httpx
 import openai
@@ -378,6 +379,64 @@ async def test_a_watched_file_that_is_still_being_written_is_not_applied(
         tasks.cancel_scope.cancel()
 
     assert reloader.versions[0].source.decode() == half + "allowed_origins: [https://a.example]\n"
+
+
+class LookedAt(type(Path())):  # type: ignore[misc]
+    """A file that counts how often it is opened."""
+
+    looks = 0
+
+    def __fspath__(self) -> str:
+        self.looks += 1
+        return str(self)
+
+    async def again(self) -> None:
+        """Return once it has been looked at so often that every change has shown its effect."""
+        enough = self.looks + 2 * reload.UNREADABLE_LOOKS
+        with anyio.fail_after(20):
+            while self.looks < enough:
+                await anyio.lowlevel.checkpoint()
+
+
+async def test_each_state_of_a_watched_file_is_tried_and_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reload, "LOOK_S", 0.0)
+    path = config(
+        tmp_path,
+        {"light-0": ("http://127.0.0.1:9", "h100-tp1-light")},
+        {"light": ["light-0"]},
+        yaml.safe_dump({"models": {"gemma-4": {"classes": CLASSES}}}),
+    )
+    started, looked_at, results = load(path, {}), LookedAt(path), list[str]()
+
+    async def put_in_force() -> None:
+        pass
+
+    reloader = Reloader(
+        replace(started, path=looked_at),
+        {},
+        lambda _: put_in_force,
+        dict,
+        SystemClock(),
+        lambda found: results.append(found.error.partition(": ")[2] or "applied"),
+    )
+    good, other = path.read_bytes(), path.with_suffix(".other")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(reloader.watch)
+        await looked_at.again()
+        assert results == []
+        for _ in range(2):
+            path.rename(other)
+            await looked_at.again()
+            other.rename(path)
+            await looked_at.again()
+        assert results == ["cannot be read: No such file or directory", "applied"] * 2
+        other.write_bytes(good + b"pools: {light: [light-9]}")
+        other.rename(path)
+        await looked_at.again()
+        assert len(results) == 5
+        tasks.cancel_scope.cancel()
 
 
 async def test_a_reload_for_which_no_thread_is_left_ends_nothing(
