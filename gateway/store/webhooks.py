@@ -67,9 +67,8 @@ class RedisWebhooks:
 
     async def announce_endpoints(self, endpoints: Iterable[WebhookEndpoint]) -> Sequence[WebhookEndpoint]:
         """See `ports.WebhookStore.announce_endpoints`."""
-        own = {endpoint.name: endpoint for endpoint in endpoints}
-        said = [word for name, endpoint in own.items() for word in (name, _said(endpoint))]
-        return [own.get(name) or _heard(name, hears) for name, hears in await self._run("hearers", *said)]
+        said = [word for endpoint in endpoints for word in (endpoint.name, _said(endpoint))]
+        return [_heard(name, hears) for name, hears in await self._run("hearers", *said)]
 
     async def create_deliveries(
         self, event: WebhookEvent, endpoints: Iterable[WebhookEndpoint]
