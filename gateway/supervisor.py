@@ -207,8 +207,7 @@ class WorkerGroup:
             await _tell(process, STOP)
 
     def kill(self) -> None:
-        """Kill all workers."""
-        self._stopping.set()
+        """Kill all workers that have not stopped."""
         for number, process in self._processes.items():
             log.error(
                 "worker %d did not stop when told to: killed",

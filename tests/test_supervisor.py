@@ -1,17 +1,21 @@
 """What keeps workers alive: when one is started again, and that nothing about one brings down the rest."""
 
 import logging
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 
-from gateway import settings
+from gateway import settings, supervisor
 from gateway.core.errors import ConfigError
 from gateway.sockets import bind
+from gateway.store import keeper
 from gateway.store.keeper import GOOD_SPELL_S, PAUSE_MAX_S, PAUSE_S, next_pause_s
 from gateway.supervisor import Order, WorkerGroup
 
@@ -34,16 +38,17 @@ def test_pauses(before_s: float, lived_s: float, expected_s: float) -> None:
 class Ends(logging.Handler):
     """Collects what is said of workers that ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, enough: int) -> None:
         super().__init__(logging.ERROR)
+        self._enough = enough
         self.said: list[str] = []
-        self.twice = anyio.Event()
+        self.enough = anyio.Event()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Note a line."""
         self.said.append(record.getMessage())
-        if len(self.said) == 2:
-            self.twice.set()
+        if len(self.said) == self._enough:
+            self.enough.set()
 
 
 def script(folder: Path, *lines: str) -> str:
@@ -54,26 +59,40 @@ def script(folder: Path, *lines: str) -> str:
     return str(path)
 
 
+def configured(folder: Path, *sections: str) -> Path:
+    """Write a configuration."""
+    path = folder / "gateway.yaml"
+    least = (
+        "listen: 127.0.0.1:0",
+        "tokenizer: approximate",
+        "backends: {a: {url: http://127.0.0.1:9, profile: h100-tp1-light}}",
+        "pools: {a: [a]}",
+        "models: {gemma-4: {classes: [{class: a, pools: [a]}]}}",
+    )
+    path.write_text("\n".join([*least, *sections]))
+    return path
+
+
 def never_ready(urls: tuple[str, ...]) -> None:
     pytest.fail("nothing accepts connections")
 
 
-async def two_ends(ready: Callable[[tuple[str, ...]], None]) -> list[str]:
-    """Run one worker until it has ended twice. Return what was said of it."""
-    ends = Ends()
+async def ends(times: int, ready: Callable[[tuple[str, ...]], None]) -> list[str]:
+    """Run one worker until it has ended so many times. Return what was said of it."""
+    heard = Ends(times)
     log = logging.getLogger("gateway.supervisor")
-    log.addHandler(ends)
+    log.addHandler(heard)
     try:
         with bind("127.0.0.1", 0) as listen, anyio.fail_after(20):
             order = Order(0, 1, "gateway.yaml", "", "info", listen.fileno(), None)
             group = WorkerGroup(600.0, ready)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(group.run, order)
-                await ends.twice.wait()
+                await heard.enough.wait()
                 await group.stop()
     finally:
-        log.removeHandler(ends)
-    return ends.said
+        log.removeHandler(heard)
+    return heard.said
 
 
 @pytest.mark.parametrize(
@@ -89,10 +108,100 @@ async def test_a_worker_that_ends_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str] | None, says: str
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python" if lines is None else script(tmp_path, *lines))
-    first, second = await two_ends(never_ready)
+    first, second = await ends(2, never_ready)
 
     assert re.fullmatch(rf"worker 0 ended \({says}.*\): started again in 0\.5 s", first)
     assert re.fullmatch(rf"worker 0 ended \({says}.*\): started again in 1 s", second)
+
+
+@pytest.mark.parametrize(
+    ("lines", "drain_s", "end_s", "stops", "status"),
+    [
+        pytest.param(["exec sleep 60"], 0.01, 0.0, [signal.SIGTERM], 1, id="it-hears-nothing"),
+        pytest.param(["head -c 1", "exit 3"], 60, 0.0, [signal.SIGTERM], 1, id="it-fails"),
+        pytest.param(["head -c 1", "sleep 0.5"], 60, 0.0, [signal.SIGTERM], 0, id="it-drains"),
+        pytest.param(["head -c 2", "sleep 0.5"], 60, 60.0, [signal.SIGTERM, signal.SIGINT], 0, id="at-once"),
+    ],
+)
+async def test_how_long_a_worker_that_is_told_to_stop_may_take(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    lines: list[str],
+    drain_s: float,
+    end_s: float,
+    stops: list[signal.Signals],
+    status: int,
+) -> None:
+    monkeypatch.setattr(supervisor, "END_S", end_s)
+    monkeypatch.setattr(sys, "executable", script(tmp_path, "read order", "echo '{}'", *lines))
+    sections = "shutdown: {drain_s: 0.01}", "store: redis://127.0.0.1:9", "reload: {watch: false}"
+    path = configured(tmp_path, *sections)
+
+    def ready(serving: supervisor.Serving) -> None:
+        path.write_text(path.read_text().replace("drain_s: 0.01", f"drain_s: {drain_s}"))
+        for stop in stops:
+            os.kill(os.getpid(), stop)
+
+    with anyio.fail_after(20):
+        assert await supervisor.serve(settings.load(path, {}), {}, 1, "info", ready=ready) == status
+    assert ("worker 0 did not stop when told to: killed" in caplog.text) == (drain_s < 1)
+    assert ("instead of draining" in caplog.text) == (status == 1)
+
+
+async def test_a_stop_reaches_a_worker_at_any_moment_of_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", script(tmp_path, "read order", "head -c 1 >/dev/null"))
+    for steps in range(12):
+        with bind("127.0.0.1", 0) as listen, anyio.fail_after(20):
+            group = WorkerGroup(600.0, never_ready)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(group.run, Order(0, 1, "gateway.yaml", "", "info", listen.fileno(), None))
+                for _ in range(steps):
+                    await anyio.lowlevel.checkpoint()
+                await group.stop()
+            assert group.ended_well
+
+
+async def test_a_stop_is_not_held_up_by_the_pause_before_a_worker_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "PAUSE_S", 1000.0)
+    monkeypatch.setattr(keeper, "PAUSE_MAX_S", 1000.0)
+    monkeypatch.setattr(sys, "executable", script(tmp_path, "exit 7"))
+    assert await ends(1, never_ready) == ["worker 0 ended (status 7): started again in 1000 s"]
+
+
+async def test_what_is_told_of_is_where_the_workers_are_that_accept_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One ends before the other is ready, and is started again."""
+    began, again = tmp_path / "began", tmp_path / "again"
+    lines = (
+        "for number; do :; done",
+        "read order",
+        f"if [ $number = 1 ]; then until [ -e {again} ]; do sleep 0.01; done",
+        f'elif [ ! -e {began} ]; then touch {began}; echo \'{{"admin_url": "old"}}\'; exit 7',
+        f"else touch {again}; sleep 0.3; fi",
+        """echo "{\\"admin_url\\": \\"$number\\"}\"""",
+        "head -c 1 >/dev/null",
+    )
+    monkeypatch.setattr(sys, "executable", script(tmp_path, *lines))
+    told: list[tuple[str, ...]] = []
+    with bind("127.0.0.1", 0) as listen, anyio.fail_after(20):
+        is_told = anyio.Event()
+
+        def ready(urls: tuple[str, ...]) -> None:
+            told.append(urls)
+            is_told.set()
+
+        group = WorkerGroup(600.0, ready)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.run, Order(0, 2, "gateway.yaml", "", "info", listen.fileno(), None))
+            await is_told.wait()
+            await group.stop()
+    assert told == [("0", "1")]
 
 
 async def test_a_configuration_that_no_worker_can_use_ends_all_of_them(
@@ -123,22 +232,13 @@ async def test_a_worker_that_cannot_use_its_configuration_later_does_not_end_the
         "exit 7",
     )
     monkeypatch.setattr(sys, "executable", script(tmp_path, *lines))
-    _, second = await two_ends(lambda urls: None)
+    _, second = await ends(2, lambda urls: None)
 
     assert second == "worker 0 ended (status 2: it is wrong): started again in 1 s"
 
 
 def test_how_long_workers_may_drain_can_change(tmp_path: Path) -> None:
-    path = tmp_path / "gateway.yaml"
-    path.write_text(
-        """
-tokenizer: approximate
-backends: {a: {url: http://127.0.0.1:9, profile: h100-tp1-light}}
-pools: {a: [a]}
-models: {gemma-4: {classes: [{class: a, pools: [a]}]}}
-shutdown: {drain_s: 7, notice_s: 1}
-"""
-    )
+    path = configured(tmp_path, "shutdown: {drain_s: 7, notice_s: 1}")
     group = WorkerGroup(6.0, lambda urls: None)
     group.follow(None)
     assert group.end_s == 6.0

@@ -432,10 +432,13 @@ async def test_each_state_of_a_watched_file_is_tried_and_told_of_once(
             other.rename(path)
             await looked_at.again()
         assert results == ["cannot be read: No such file or directory", "applied"] * 2
-        other.write_bytes(good + b"pools: {light: [light-9]}")
-        other.rename(path)
-        await looked_at.again()
-        assert len(results) == 5
+        for _ in range(2):
+            for contents in (good + b"pools: {light: [light-9]}", good):
+                other.write_bytes(contents)
+                other.rename(path)
+                await looked_at.again()
+        assert results[4] == results[6] != "applied"
+        assert results[5:] == ["applied", results[4], "applied"]
         tasks.cancel_scope.cancel()
 
 
