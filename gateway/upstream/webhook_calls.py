@@ -47,15 +47,13 @@ BODY_S = 1.0
 HURRY_S = 1.0
 """How long attempts in progress may continue when delivery ends."""
 
-_PORTS = {"http": 80, "https": 443}
-
-Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Returns the IP addresses of a host in order of preference. Raises OSError or UnicodeError."""
+Resolve = Callable[[str], Awaitable[Sequence[str]]]
+"""Returns the IP addresses of a host in order of preference. Raises OSError."""
 
 
-async def resolve(host: str, port: int) -> Sequence[str]:
+async def resolve(host: str) -> Sequence[str]:
     """Return the IP addresses of a host according to the system's resolver."""
-    found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = await anyio.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return [str(address[4][0]) for address in found]
 
 
@@ -116,12 +114,10 @@ class WebhookCaller:
             url = httpx.URL(endpoint.url)
         except httpx.InvalidURL:
             return failed(delivery, "its URL is invalid")
-        host = url.raw_host.decode().strip("[]")
         try:
-            found = await self._resolve(host, url.port or _PORTS[url.scheme])
-        except (OSError, UnicodeError):
-            found = ()
-        addresses = list(dict.fromkeys(found))
+            addresses = await self._resolve(url.raw_host.decode())
+        except OSError:
+            addresses = ()
         if not addresses:
             return failed(delivery, "its host name does not resolve")
         for address in addresses:  # check all of them: the result must not depend on which one is used
@@ -154,7 +150,7 @@ class WebhookCaller:
             headers=headers,
             content=delivery.body,
             extensions={
-                "sni_hostname": url.raw_host.decode().strip("[]"),
+                "sni_hostname": url.raw_host.decode(),
                 "timeout": httpx.Timeout(None, connect=CONNECT_S).as_dict(),
             },
         )
