@@ -13,7 +13,7 @@ import anyio.lowlevel
 import pytest
 
 from gateway import settings, supervisor
-from gateway.core.errors import ConfigError
+from gateway.core.errors import ConfigError, StartupBlocked
 from gateway.sockets import bind
 from gateway.store import keeper
 from gateway.store.keeper import GOOD_SPELL_S, PAUSE_MAX_S, PAUSE_S, next_pause_s
@@ -173,6 +173,16 @@ async def test_a_stop_is_not_held_up_by_the_pause_before_a_worker_is_started_aga
     assert await ends(1, never_ready) == ["worker 0 ended (status 7): started again in 1000 s"]
 
 
+async def test_a_worker_that_ran_well_is_started_again_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, ...]] = []
+    monkeypatch.setattr(keeper, "GOOD_SPELL_S", 0.0)
+    monkeypatch.setattr(sys, "executable", script(tmp_path, "echo '{}'", "exit 7"))
+    assert await ends(2, told.append) == ["worker 0 ended (status 7): started again in 0 s"] * 2
+    assert told == [()]
+
+
 async def test_what_is_told_of_is_where_the_workers_are_that_accept_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,21 +214,28 @@ async def test_what_is_told_of_is_where_the_workers_are_that_accept_connections(
     assert told == [("0", "1")]
 
 
+@pytest.mark.parametrize(("status", "kind"), [(1, StartupBlocked), (2, ConfigError)])
 async def test_a_configuration_that_no_worker_can_use_ends_all_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    status: int,
+    kind: type[ConfigError],
 ) -> None:
     # The last word of the command is the number. One that starts slowly is not waited for.
     lines = (
         "for number; do :; done",
         "[ $number = 1 ] && exec sleep 60",
         """echo '{"error": "it is wrong"}'""",
-        "exit 2",
+        f"exit {status}",
     )
     monkeypatch.setattr(sys, "executable", script(tmp_path, *lines))
     with bind("127.0.0.1", 0) as listen, anyio.fail_after(20):
         group = WorkerGroup(600.0, never_ready)
-        with pytest.raises(ConfigError, match="it is wrong"):
+        with pytest.raises(ConfigError, match="it is wrong") as caught:
             await group.run(Order(0, 2, "gateway.yaml", "", "info", listen.fileno(), None))
+    assert type(caught.value) is kind
+    assert caplog.text == ""
 
 
 async def test_a_worker_that_cannot_use_its_configuration_later_does_not_end_the_others(
