@@ -11,7 +11,7 @@ from gateway.core import admission
 from gateway.core.health import Outcome
 from gateway.core.knee_estimate import Uncertainty
 from gateway.core.tpot_control import DECIDE_S, WINDOW_S, Move
-from gateway.core.values import Demand, Load, Policy
+from gateway.core.values import Demand, JobRoom, Load, Policy, Spill
 from gateway.core.waiting import Ticket
 from gateway.pipeline.watch import JUDGED_S
 from gateway.ports import Slot
@@ -119,6 +119,7 @@ async def test_a_target_that_is_kept_takes_nothing(world: World, target_s: float
     await full_backends(world, 0.6, DECIDE_S + 5 * WINDOW_S)
 
     assert world.pipeline.watch.share_max("light-0") == admission.WHOLE
+    assert world.pipeline.watch.shares()["light-0"] == admission.WHOLE  # found here, and told
     assert move in seen
 
 
@@ -240,6 +241,33 @@ async def test_what_other_gateways_run_fills_a_backend_too() -> None:
     assert estimate.doubt is Uncertainty.HIDDEN
 
 
+@pytest.mark.parametrize(
+    ("is_job", "is_spill", "is_full"),
+    [(False, False, False), (True, False, True), (False, True, True)],
+)
+async def test_a_backend_is_full_for_jobs_and_spills_with_what_they_leave_free(
+    world: World, is_job: bool, is_spill: bool, is_full: bool
+) -> None:
+    """One of them runs, and half of the knee is not for them: with it they have all that they may."""
+    pool = replace(
+        POLICY.pools["light"], tpot_target_s=0.3, jobs=JobRoom(reserve=0.5), spill=Spill(reserve=0.5)
+    )
+    world.policy = replace(POLICY, pools={**POLICY.pools, "light": pool})
+    watch, demand = world.pipeline.watch, replace(_DEMAND, is_job=is_job)
+    slot = Slot("1", "light-0", Load(seqs=1, share=admission.WHOLE // 2))
+    attempt = watch.opened(POLICY.backends["light-0"], slot, demand, is_visible=True, is_spill=is_spill)
+    attempt.answered()
+    watched = watch._watched["light-0"]
+    watched.control = replace(watched.control, ended_tokens=100, ended_chunks=100)
+    for _ in range(round((DECIDE_S + 3 * WINDOW_S) / WINDOW_S)):
+        for _ in range(round(WINDOW_S / 0.6)):
+            world.clock.time += 0.6
+            attempt.chunk()
+        watch.look()
+
+    assert (watch.share_max("light-0") < admission.WHOLE) == is_full
+
+
 async def lowered(world: World) -> int:
     """Let a target be missed until it has taken from the knee; return the share in force."""
     world.policy = promising(0.3)
@@ -258,18 +286,24 @@ async def test_gateways_keep_to_the_lowest_share_that_one_of_them_found(world: W
 
     watch.note_shares({"light-0": own + 1})
     assert watch.share_max("light-0") == own
+    world.clock.time += WINDOW_S
+    watch.look()
+    assert watch.shares()["light-0"] == own
 
 
 async def test_a_gateway_that_cannot_judge_follows_those_that_can(world: World) -> None:
     own = await lowered(world)
     watch = world.pipeline.watch
-    world.clock.time += JUDGED_S
+    for _ in range(round(JUDGED_S / WINDOW_S)):
+        world.clock.time += WINDOW_S
+        watch.look()  # it is not full, so nothing is judged
     assert "light-0" not in watch.shares()
 
     watch.note_shares({"light-0": own + 50_000, "push": 1})
 
     assert watch.share_max("light-0") == own + 50_000
     assert watch.share_max("push") == admission.WHOLE  # no target is configured there
+    world.clock.time += WINDOW_S
     watch.look()
     watch.note_shares({})
     assert watch.share_max("light-0") == own + 50_000  # it goes on from there
