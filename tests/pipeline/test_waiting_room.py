@@ -12,6 +12,7 @@ from support.world import DONE, HELLO, POLICY, ROLE, STOP, Caller, Script, World
 from gateway.core.errors import AtCapacity, Draining
 from gateway.core.usage import Ending
 from gateway.core.values import Exclusion, Load, TrafficClass, Waiting
+from gateway.core.waiting import MISS_PAUSE_S
 from gateway.pipeline.waiting_room import REDECIDED_TOGETHER
 from gateway.ports import Arrival, Slot
 from gateway.store.memory import MemoryLedger
@@ -37,6 +38,18 @@ class TakenElsewhere(FarAway):
 
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         return Exclusion.AT_KNEE
+
+
+class TwiceTaken(FarAway):
+    """Has no place the first two times, and says of none that it is free again."""
+
+    asked = 0
+
+    async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
+        self.asked += 1
+        if self.asked <= 2:  # on arrival, and at a turn
+            return Exclusion.AT_KNEE
+        return await super().acquire(backend_id, claim, limits)
 
 
 class FreeAlone(FarAway):
@@ -144,6 +157,25 @@ async def test_who_was_offered_a_place_that_was_gone_waits_no_longer_than_it_may
         tasks.cancel_scope.cancel()
 
     assert refused[0].code == "waited_too_long"
+
+
+async def test_who_was_offered_a_place_that_was_gone_is_offered_another_soon() -> None:
+    world = World(TwiceTaken())
+    classes = tuple(replace(one, pools=("push",)) for one in POLICY.models[0].classes)
+    world.policy = replace(POLICY, models=(replace(POLICY.models[0], classes=classes),))
+    world.answers(push=Script([ROLE + HELLO, STOP, DONE]))
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(world.pipeline.room.run)
+            tasks.start_soon(arrive, world, 1)
+            while not world.notes.requests:
+                await anyio.wait_all_tasks_blocked()
+                world.clock.time += MISS_PAUSE_S  # and nothing else happens that anybody could hear of
+                await anyio.sleep(MISS_PAUSE_S)
+            tasks.cancel_scope.cancel()
+
+    assert [record.ending for record in world.notes.requests] == [Ending.COMPLETED]
 
 
 async def test_a_place_that_is_granted_when_the_room_is_closed_is_given_back() -> None:
