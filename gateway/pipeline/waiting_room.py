@@ -107,7 +107,7 @@ class WaitingRoom:
         if self._is_closed:
             raise Draining
         offer = None
-        if ranking is not None and ranking.first is not None and not self.line:
+        if ranking is not None and ranking.first is not None:
             if (slot := self._at_once(ticket, ranking.first)) is not None:
                 return ranking.first, slot
             offer = self.line.offer_at_once(ticket, ranking.eligible, self._clock.now())

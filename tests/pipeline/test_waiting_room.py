@@ -178,6 +178,68 @@ async def test_who_was_offered_a_place_that_was_gone_is_offered_another_soon() -
     assert [record.ending for record in world.notes.requests] == [Ending.COMPLETED]
 
 
+async def test_whoever_misses_one_backend_is_served_by_the_next() -> None:
+    world = World(FreeAlone("light-1"))
+    world.answers(light_1=Script([ROLE + HELLO, STOP, DONE]))
+    with anyio.fail_after(10):
+        await arrive(world, 1)
+    (record,) = world.notes.requests
+    assert (record.ending, record.backend) == (Ending.COMPLETED, "light-1")
+
+
+def filled(world: World, gate: anyio.Event) -> None:
+    """Have four requests fill the chat servers, the first until `gate`; later ones end at once."""
+    classes = tuple(replace(one, pools=("light",)) for one in POLICY.models[0].classes)
+    world.policy = replace(POLICY, models=(replace(POLICY.models[0], classes=classes),))
+    for name, first in (("light-0", gate), ("light-1", anyio.Event())):
+        lasting = [Script([ROLE + HELLO, one, STOP, DONE]) for one in (first, anyio.Event())]
+        world.upstream.scripts[name] = [*lasting, *[Script([ROLE + HELLO, STOP, DONE])] * 2]
+
+
+async def ask(world: World, number: int, key: str) -> None:
+    arrival = Arrival(f"req-{number}", 1_000_000.0, world.clock.now())
+    await world.run(world.request(key=key), Caller(), arrival=arrival)
+
+
+@pytest.mark.parametrize("ledger_type", [MemoryLedger, FarAway])
+async def test_a_key_that_has_started_much_comes_after_one_that_has_not(
+    ledger_type: type[MemoryLedger],
+) -> None:
+    world, gate = World(ledger_type()), anyio.Event()
+    filled(world, gate)
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(world.pipeline.room.run)
+            for number, key in enumerate("aaaaab"):
+                tasks.start_soon(ask, world, number, key)
+                await anyio.wait_all_tasks_blocked()
+            gate.set()
+            while len(world.notes.requests) < 3:
+                await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+
+    assert [record.id for record in world.notes.requests][1:3] == ["req-5", "req-4"]
+
+
+async def test_whoever_arrives_as_a_slot_is_free_does_not_take_it_from_who_waits() -> None:
+    world, gate = World(), anyio.Event()
+    filled(world, gate)
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            for number in range(6):
+                if number == 5:
+                    gate.set()
+                    await anyio.wait_all_tasks_blocked()
+                tasks.start_soon(ask, world, number, "a")
+                await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(world.pipeline.room.run)
+            while len(world.notes.requests) < 3:
+                await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+
+    assert [record.id for record in world.notes.requests][1:3] == ["req-4", "req-5"]
+
+
 async def test_a_place_that_is_granted_when_the_room_is_closed_is_given_back() -> None:
     ledger = Asked()
     world = World(ledger)
