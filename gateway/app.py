@@ -237,8 +237,10 @@ class Gateway:
             keys=self.keys,
             origins=self.origins,
             rules=parts.wire_rules(settings),
-            limits=BodyLimits(settings.requests.max_body_bytes, settings.requests.body_timeout_s),
-            retention=ResponseRetention(self.responses, settings.responses.keep_s),
+            limits=BodyLimits(
+                settings.document.requests.max_body_bytes, settings.document.requests.body_timeout_s
+            ),
+            retention=ResponseRetention(self.responses, settings.document.responses.keep_s),
             idempotency=self.idempotency,
             background=parts.background(
                 settings,
@@ -418,7 +420,7 @@ class Gateway:
     @property
     def notice_s(self) -> float:
         """Seconds between the signal to stop and the first rejected request."""
-        return 0.0 if self.settings.is_job_worker else self.settings.shutdown.notice_s
+        return 0.0 if self.settings.is_job_worker else self.settings.document.shutdown.notice_s
 
     async def give_notice(self) -> None:
         """Become unready, but continue to serve for `notice_s`."""
@@ -464,7 +466,7 @@ class Gateway:
             tasks.start_soon(logs.run, self.clock)
             for part in self._at_work():
                 tasks.start_soon(part.run)
-            if self.settings.reload.watch:
+            if self.settings.document.reload.watch:
                 tasks.start_soon(self.reloader.watch)
             if self.decisions is not None:
                 self.decisions.start()
@@ -602,7 +604,7 @@ async def serve_until(
         )
         await anext(stops)
         what = "jobs" if gateway.settings.is_job_worker else "requests"
-        with anyio.move_on_after(gateway.notice_s + gateway.settings.shutdown.drain_s):
+        with anyio.move_on_after(gateway.notice_s + gateway.settings.document.shutdown.drain_s):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_cancel_on_next, stops, tasks)
                 await gateway.give_notice()

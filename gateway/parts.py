@@ -134,7 +134,7 @@ def box_settle_s(settings: Settings) -> float:
 
 def response_store(settings: Settings, clock: SystemClock) -> "MemoryResponseStore | RedisResponseStore":
     """Return the store for responses."""
-    bytes_max = settings.responses.max_bytes_per_key
+    bytes_max = settings.document.responses.max_bytes_per_key
     if settings.store is None:
         return MemoryResponseStore(clock, bytes_max)
     from gateway.store.responses import RedisResponseStore
@@ -144,7 +144,7 @@ def response_store(settings: Settings, clock: SystemClock) -> "MemoryResponseSto
 
 def idempotency(settings: Settings, clock: SystemClock) -> IdempotencyRules:
     """Return the store for answers by idempotency key, and its rules."""
-    section, store = settings.idempotency, settings.jobs_store or settings.store
+    section, store = settings.document.idempotency, settings.jobs_store or settings.store
     bytes_max = section.max_bytes_per_key
     kept: IdempotencyStore
     if store is None:
@@ -258,7 +258,7 @@ def batching(settings: Settings, revocations: Revocations) -> Batching | None:
         FileRules(
             section.batches.file_bytes_max_per_key,
             section.batches.file_keep_s,
-            settings.requests.body_timeout_s,
+            settings.document.requests.body_timeout_s,
         ),
         partial(revocations.add, store=batches),
     )
@@ -307,7 +307,7 @@ def tracing(
     metrics: Metrics,
 ) -> "Tracing | None":
     """Return what creates and exports traces; None without a receiver."""
-    section, otlp = settings.telemetry.traces, settings.telemetry.otlp
+    section, otlp = settings.document.telemetry.traces, settings.document.telemetry.otlp
     if section is None or otlp is None:
         return None
     from gateway.telemetry.tracing import Conventions, Sender, TraceRules, Tracing
@@ -329,7 +329,7 @@ def metrics_push(
     settings: Settings, environ: Mapping[str, str], metrics: Metrics, clock: SystemClock
 ) -> "MetricsPush | None":
     """Return what pushes metrics; None without a receiver."""
-    section, otlp = settings.telemetry.metrics, settings.telemetry.otlp
+    section, otlp = settings.document.telemetry.metrics, settings.document.telemetry.otlp
     if section is None or otlp is None:
         return None
     from gateway.telemetry.otlp_metrics import MetricsPush, sender
@@ -344,7 +344,7 @@ def decision_log(settings: Settings, metrics: Metrics, clock: SystemClock) -> De
     Raises:
         ConfigError: the file cannot be written.
     """
-    section, file = settings.decisions, settings.decisions_file
+    section, file = settings.document.decisions, settings.decisions_file
     if section is None or file is None:
         return None
     found = DecisionLog(
@@ -387,7 +387,7 @@ def say_how_it_counts(estimator: PromptEstimator) -> None:
 
 def health_rules(settings: Settings) -> HealthRules:
     """Return the thresholds of the health state machine."""
-    section = settings.health
+    section = settings.document.health
     return HealthRules(
         interval_s=section.interval_s,
         probe_timeout_s=section.timeout_s,
@@ -401,14 +401,14 @@ def health_rules(settings: Settings) -> HealthRules:
 
 def hang_s(settings: Settings, backend_id: str) -> float:
     """Return how long a backend may be silent before it counts as hung."""
-    profile = settings.profile(backend_id)
+    profile, floor_s = settings.profile(backend_id), settings.document.health.hang_s
     batched = profile.flags.max_num_batched_tokens
-    return hang_after_s(profile.perf, batched, profile.capacity.context_tokens, settings.health.hang_s)
+    return hang_after_s(profile.perf, batched, profile.capacity.context_tokens, floor_s)
 
 
 def wire_rules(settings: Settings) -> WireRules:
     """Return what the configuration allows in a request body."""
-    section = settings.requests
+    section = settings.document.requests
     return WireRules(
         choices_max=section.max_choices,
         remote_media=section.remote_media,

@@ -140,7 +140,7 @@ async def serve(
             if settings.store is not None or order.store_url is not None:
                 tasks.start_soon(_pass_on, signals, settings, environ, group)
                 tasks.start_soon(_pass_hints_on, hints, settings, environ, group)
-                if settings.reload.watch:
+                if settings.document.reload.watch:
                     tasks.start_soon(_follow, settings, environ, group)
                 await group.run(order)
     log.info("stopped", extra=about("stopped"))
@@ -338,7 +338,7 @@ async def _follow(settings: Settings, environ: Mapping[str, str], group: WorkerG
 
 
 def _end_s(settings: Settings) -> float:
-    return settings.shutdown.notice_s + settings.shutdown.drain_s
+    return settings.document.shutdown.notice_s + settings.document.shutdown.drain_s
 
 
 def _newest(settings: Settings, environ: Mapping[str, str]) -> Settings | None:

@@ -269,7 +269,7 @@ def _webhooks(settings: Settings) -> Iterator[_Warning]:
 
 
 def _telemetry(settings: Settings) -> Iterator[_Warning]:
-    section = settings.telemetry
+    section = settings.document.telemetry
     if section.otlp is None and section.metrics is not None:
         yield _Warning(("telemetry", "metrics"), "metrics without `otlp`: nothing is sent")
 

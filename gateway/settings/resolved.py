@@ -43,25 +43,10 @@ from gateway.settings.problems import Problem
 from gateway.settings.references import Finding
 from gateway.settings.secrets import SecretMissing, SecretRef, carried, digest
 from gateway.settings.sections.boxes import BoxSection
-from gateway.settings.sections.decisions import DecisionsSection
-from gateway.settings.sections.fleet import (
-    BackendSection,
-    GatesSection,
-    HealthSection,
-    JobRoomSection,
-)
+from gateway.settings.sections.fleet import BackendSection, GatesSection, JobRoomSection
 from gateway.settings.sections.models import ClassSection, ModelSection, WhenSection
-from gateway.settings.sections.service import (
-    IdempotencySection,
-    JobsSection,
-    ReloadSection,
-    RequestsSection,
-    ResponsesSection,
-    ShutdownSection,
-    StoreSection,
-)
+from gateway.settings.sections.service import JobsSection, StoreSection
 from gateway.settings.sections.site_profiles import resolve
-from gateway.settings.sections.telemetry import TelemetrySection
 from gateway.settings.yaml_tree import Path as TreePath
 from gateway.settings.yaml_tree import Tree
 
@@ -157,39 +142,9 @@ class Settings:
         return self._file(self.document.tokenizer.vocab)
 
     @property
-    def requests(self) -> RequestsSection:
-        """The section `requests`."""
-        return self.document.requests
-
-    @property
-    def health(self) -> HealthSection:
-        """The section `health`."""
-        return self.document.health
-
-    @property
-    def responses(self) -> ResponsesSection:
-        """The section `responses`."""
-        return self.document.responses
-
-    @property
-    def idempotency(self) -> IdempotencySection:
-        """The section `idempotency`."""
-        return self.document.idempotency
-
-    @property
     def store(self) -> StoreSection | None:
         """The store for shared limits; None if this process counts alone."""
         return self.document.store
-
-    @property
-    def shutdown(self) -> ShutdownSection:
-        """The section `shutdown`."""
-        return self.document.shutdown
-
-    @property
-    def reload(self) -> ReloadSection:
-        """The section `reload`."""
-        return self.document.reload
 
     @property
     def jobs(self) -> JobsSection | None:
@@ -416,19 +371,9 @@ class Settings:
         return tuple(endpoints)
 
     @property
-    def telemetry(self) -> TelemetrySection:
-        """The section `telemetry`."""
-        return self.document.telemetry
-
-    @property
-    def decisions(self) -> DecisionsSection | None:
-        """The section `decisions`; None: no decision log."""
-        return self.document.decisions
-
-    @property
     def decisions_file(self) -> Path | None:
         """The file of the decision log; None: no decision log."""
-        return None if self.decisions is None else self._file(self.decisions.file)
+        return None if self.document.decisions is None else self._file(self.document.decisions.file)
 
     def otlp_headers(self, environ: Mapping[str, str]) -> Mapping[str, str]:
         """Return the headers for the OpenTelemetry receiver.
@@ -442,7 +387,7 @@ class Settings:
             raise ConfigError(f"telemetry: {error}") from error
 
     def _otlp_secret(self) -> SecretRef | None:
-        otlp = self.telemetry.otlp
+        otlp = self.document.telemetry.otlp
         return None if otlp is None or otlp.headers_env is None else SecretRef(otlp.headers_env)
 
     def tls(self, backend_id: str) -> BackendTls:
