@@ -20,6 +20,7 @@ import ssl
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 import anyio
@@ -55,6 +56,7 @@ from gateway.core.values import Backend
 from gateway.ports import Clock
 from gateway.upstream import backend_clients, exposition
 from gateway.upstream.direct import DirectClient
+from gateway.upstream.exchanges import Exchanges
 from gateway.upstream.transport import NO_SUCH_PATH, causes, tls_fault
 
 PAGE_BYTES_MAX = 4_000_000
@@ -358,7 +360,7 @@ class _Asker:
 
     def __init__(self, watched: _Watched) -> None:
         self._client = DirectClient(watched.url, watched.secret, watched.verify)
-        self._under_way: set[anyio.CancelScope] = set()
+        self._exchanges = Exchanges()
 
     async def __aenter__(self) -> "_Asker":
         return self
@@ -368,22 +370,14 @@ class _Asker:
 
     async def get(self, path: str, timeout_s: float, *, kept: bool = False) -> bytes:
         """Return the body of a 200 response. `timeout_s` bounds the whole exchange. Raises _Unexpected."""
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        # Shielded, because a connection that opens at the moment of a cancellation might leak. `hurry` bounds
-        # how long the end then takes.
-        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + timeout_s) as scope:
-            self._under_way.add(scope)
-            try:
-                return await self._exchange(path, kept=kept)
-            finally:
-                self._under_way.discard(scope)
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        raise _Unexpected(ProbeFault.TIMEOUT, f"no answer in {timeout_s:g} s")
+        body = await self._exchanges.run(partial(self._exchange, path, kept=kept), timeout_s)
+        if body is None:
+            raise _Unexpected(ProbeFault.TIMEOUT, f"no answer in {timeout_s:g} s")
+        return body
 
     def hurry(self) -> None:
         """Limit probes in progress to `HURRY_S` more seconds, because probing ends."""
-        for scope in self._under_way:
-            scope.deadline = min(scope.deadline, anyio.current_time() + HURRY_S)
+        self._exchanges.hurry(HURRY_S)
 
     async def _exchange(self, path: str, *, kept: bool) -> bytes:
         try:

@@ -10,10 +10,10 @@ import socket
 import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import cast
 
 import anyio
-import anyio.lowlevel
 import httpx
 
 from gateway import __version__
@@ -29,6 +29,7 @@ from gateway.core.webhooks import (
     signed_headers,
 )
 from gateway.ports import Clock
+from gateway.upstream.exchanges import Exchanges
 from gateway.upstream.transport import Transport, is_refused, tls_fault
 
 ATTEMPT_S = 20.0
@@ -83,27 +84,16 @@ class WebhookCaller:
         self._transport = Transport(
             verify=tls, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
         )
-        self._under_way: set[anyio.CancelScope] = set()
+        self._exchanges = Exchanges()
 
     async def attempt(self, endpoint: WebhookEndpoint, delivery: Delivery) -> WebhookAttempt:
         """Make an attempt and return its result. Never raises because of the endpoint."""
-        await anyio.lowlevel.checkpoint_if_cancelled()
-        # Shielded, because a connection that opens at the moment of a cancellation would leak
-        # (anyio's connect_tcp drops it). `hurry` bounds how long the end then takes.
-        deadline = anyio.current_time() + self._attempt_s
-        with anyio.CancelScope(shield=True, deadline=deadline) as scope:
-            self._under_way.add(scope)
-            try:
-                return await self._exchange(endpoint, delivery)
-            finally:
-                self._under_way.discard(scope)
-        await anyio.lowlevel.checkpoint_if_cancelled()  # cut short by `hurry`: not the endpoint's fault
-        return failed(delivery, f"no answer in {self._attempt_s:g} s")
+        found = await self._exchanges.run(partial(self._exchange, endpoint, delivery), self._attempt_s)
+        return found or failed(delivery, f"no answer in {self._attempt_s:g} s")
 
     def hurry(self) -> None:
         """Limit attempts in progress to `HURRY_S` more seconds, because delivery ends."""
-        for scope in self._under_way:
-            scope.deadline = min(scope.deadline, anyio.current_time() + HURRY_S)
+        self._exchanges.hurry(HURRY_S)
 
     async def aclose(self) -> None:
         """Close all connections."""
