@@ -723,8 +723,8 @@ class IdempotencyStore(Protocol):
     async def renew(self, claim: IdempotencyClaim, lease_s: float) -> bool:
         """Renew the lease on a key. False: another runner has the key."""
 
-    async def keep(self, claim: IdempotencyClaim, answer: bytes, ttl_s: float) -> bool:
-        """Store the answer and release the key. False: another has the key, or the answer is too large."""
+    async def keep(self, claim: IdempotencyClaim, answer: bytes, ttl_s: float) -> None:
+        """Store an answer that is not too large, and release the key. Does nothing if another has the key."""
 
     async def free(self, claim: IdempotencyClaim) -> None:
         """Release a key, so that the next request runs again. Does nothing if another runner has the key."""

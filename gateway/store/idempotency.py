@@ -49,13 +49,13 @@ class RedisIdempotency:
         """See `ports.IdempotencyStore.renew`."""
         return bool(await self._run("renew", claim, milliseconds(lease_s)))
 
-    async def keep(self, claim: IdempotencyClaim, answer: bytes, ttl_s: float) -> bool:
+    async def keep(self, claim: IdempotencyClaim, answer: bytes, ttl_s: float) -> None:
         """See `ports.IdempotencyStore.keep`."""
         record = claim.record_of(answer)
         if len(record) > self._bytes_max:
             await self.free(claim)
-            return False
-        return bool(await self._run("keep", claim, milliseconds(ttl_s), self._bytes_max, record))
+        else:
+            await self._run("keep", claim, milliseconds(ttl_s), self._bytes_max, record)
 
     async def free(self, claim: IdempotencyClaim) -> None:
         """See `ports.IdempotencyStore.free`."""

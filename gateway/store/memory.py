@@ -189,12 +189,11 @@ class MemoryIdempotency(_MemoryRecords):
         self._set_mark(claim, lease_s)
         return True
 
-    async def keep(self, claim: IdempotencyClaim, answer: bytes, ttl_s: float) -> bool:
+    async def keep(self, claim: IdempotencyClaim, answer: bytes, ttl_s: float) -> None:
         """See `ports.IdempotencyStore.keep`."""
-        if not self._is_own(claim):
-            return False
-        await self.free(claim)
-        return self._put(claim.owner, claim.id, claim.record_of(answer), ttl_s)
+        if self._is_own(claim):
+            await self.free(claim)
+            self._put(claim.owner, claim.id, claim.record_of(answer), ttl_s)
 
     async def free(self, claim: IdempotencyClaim) -> None:
         """See `ports.IdempotencyStore.free`."""
