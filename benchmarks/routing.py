@@ -86,7 +86,7 @@ def run(
     return score(
         fleet.fates,
         tokens_per_s=sum(box.tokens for box in boxes) / (duration_s - WARM_UP_S),
-        misfits=sum(box.misfits for box in boxes),
+        misfits=sum(fate.refused == "400" for fate in fleet.fates),
         above_cap=chosen.above_cap,
         kv_max=max(box.kv_usage_max for box in boxes),
         seconds=time.perf_counter() - began,

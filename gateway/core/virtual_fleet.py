@@ -110,7 +110,6 @@ class Box:
         kv_usage_max: The highest share of its KV pool in use so far.
         tokens: Tokens generated in the counted time.
         is_running: Whether a step is in progress.
-        misfits: Requests rejected because they could never fit.
     """
 
     name: str
@@ -120,7 +119,6 @@ class Box:
     kv_usage_max: float = 0.0
     tokens: int = 0
     is_running: bool = False
-    misfits: int = 0
 
     @classmethod
     def of(cls, name: str, profile: Deployment) -> "Box":
@@ -187,7 +185,6 @@ class Fleet(Generic[A]):
         box, fate = self.boxes[name], self.fates[arrival.id]
         fate.backend, fate.sent_at = name, self.now
         if not holds(box.profile, arrival):
-            box.misfits += 1
             fate.refused = "400"
             self.router.ended(self, fate)
             return
