@@ -85,7 +85,7 @@ def board(settings: Settings, owner: str) -> "MemoryBoard | RedisBoard":
         return MemoryBoard()
     from gateway.store.boards import RedisBoard
 
-    return RedisBoard.at(settings.store.url, settings.store.prefix, owner)
+    return RedisBoard(settings.store.url, prefix=settings.store.prefix, owner=owner)
 
 
 def members(

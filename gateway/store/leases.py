@@ -1,11 +1,10 @@
-"""Calls the scripts by which processes share limits, facts and boxes: one round trip each."""
+"""Calls the scripts by which processes share limits and facts: one round trip each."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import Any
 
 from gateway.core.admission import COUNTERS
 from gateway.core.value import valueclass
@@ -125,7 +124,7 @@ class Leases:
             url: `redis://`, `rediss://` or `unix://`.
             prefix: Prefix of all keys and of the channel.
             owner: Name of this process; no colon, no space.
-            ttl_s: Expiry of an account, or of the ownership of a box, unless renewed.
+            ttl_s: Expiry of an account unless renewed.
             command_s: Timeout of a command, including connecting; and the maximum time it may wait for a
                 free connection before.
             connections_max: Maximum concurrent commands other than `settle`, each on its own connection.
@@ -141,7 +140,6 @@ class Leases:
         # Per backend, the words that every call begins with: their number and their encoded form.
         self._begins: dict[str, tuple[int, bytes]] = {}
         self._heartbeat = self._connections.script("heartbeat")
-        self._box = self._connections.script("box")
 
     async def settle(self, backend_id: str, order: Order) -> Reply:
         """Report this process's use of a backend, and acquire its claims as far as there is room."""
@@ -179,20 +177,6 @@ class Leases:
         return HeartbeatReply(
             replicas, tuple(PeerFacts(owner, left_ms / 1000, text) for owner, left_ms, text in rows)
         )
-
-    async def box(self, box_id: str, fence: int, state: str, note: str) -> tuple[int, str, list[str]]:
-        """Acquire or renew a box. Return the fence (0: another owns it), the state, the others' notes."""
-        found, written, notes = await self._on_box(box_id, self._ttl_ms, fence, state, note)
-        return int(found), written, notes
-
-    async def leave_box(self, box_id: str) -> None:
-        """Release the ownership of a box."""
-        await self._on_box(box_id, 0, 0, "", "")
-
-    async def _on_box(self, box_id: str, *arguments: int | str) -> Any:
-        tag = f"{{{self._prefix}:box:{box_id}}}"
-        keys = [f"{tag}:{name}" for name in ("owner", "fence", "state", "notes")]
-        return await self._connections.bounded(lambda: self._box(keys=keys, args=[self._owner, *arguments]))
 
     def _begin(self, backend_id: str) -> tuple[int, bytes]:
         words: list[str | int] = ["EVALSHA", self._settle.sha, 1, f"{{{self._prefix}:{backend_id}}}:accounts"]

@@ -47,7 +47,7 @@ async def test_nothing_that_a_gateway_does_is_refused(tmp_path: Path, server: Re
             await handed_over(gateway)
             await in_a_batch(gateway)
             await by_operators(gateway)
-        board = RedisBoard.at(url, "gw", "one")
+        board = RedisBoard(url, prefix="gw", owner="one")
         shown = await board.sync("spark", fence=0, state="", note="n")
         assert shown is not None and shown.fence
         await board.leave("spark")

@@ -631,7 +631,7 @@ async def test_a_report_waits_for_a_store_that_is_away_without_asking_it_all_the
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with own_server("valkey-9", tmp_path) as server:
-        board, other = (RedisBoard.at(server.url, "gw", name) for name in ("one", "two"))
+        board, other = (RedisBoard(server.url, prefix="gw", owner=name) for name in ("one", "two"))
         machine = Machine(stops=anyio.Event())
         one = Process(machine, board=board)
         async with at_work(one):

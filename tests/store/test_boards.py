@@ -10,7 +10,6 @@ from support.redis_server import RedisServer, legs
 
 from gateway.ports import BoxBoard
 from gateway.store.boards import RedisBoard
-from gateway.store.leases import Leases
 
 Expire = Callable[[], Awaitable[None]]
 
@@ -22,8 +21,8 @@ class Boards:
         self.one, self.two, self.expire = one, two, expire
 
 
-def leases(url: str, prefix: str, process: str) -> Leases:
-    return Leases(url, prefix=prefix, owner=process, ttl_s=60, command_s=10, connections_max=2)
+def board_of(process: str, url: str, prefix: str) -> RedisBoard:
+    return RedisBoard(url, prefix=prefix, owner=process, ttl_s=60, command_s=10)
 
 
 @pytest.fixture(params=["memory", *legs()])
@@ -52,7 +51,7 @@ async def boards(request: pytest.FixtureRequest, open_store: Any) -> AsyncIterat
                 await store.redis.delete(key)
 
     async with AsyncExitStack() as stack:
-        one, two = (RedisBoard(leases(store.url, store.prefix, name)) for name in ("one", "two"))
+        one, two = (board_of(name, store.url, store.prefix) for name in ("one", "two"))
         stack.push_async_callback(one.aclose)
         stack.push_async_callback(two.aclose)
         yield Boards(one, two, expire)
@@ -129,7 +128,7 @@ async def test_who_leaves_makes_room_at_once(boards: Boards) -> None:
 
 
 async def test_a_store_that_is_away_is_no_answer(stoppable: RedisServer) -> None:
-    board = RedisBoard(leases(stoppable.url, "gw", "one"))
+    board = board_of("one", stoppable.url, "gw")
     try:
         assert await board.sync("spark", fence=0, state="", note="") is not None
         stoppable.kill()
@@ -140,7 +139,7 @@ async def test_a_store_that_is_away_is_no_answer(stoppable: RedisServer) -> None
 
 
 async def test_numbers_go_on_rising_when_the_store_has_lost_everything(valkey: Any) -> None:
-    board = RedisBoard(leases(valkey.url, valkey.prefix, "one"))
+    board = board_of("one", valkey.url, valkey.prefix)
     old = await board.sync("spark", fence=0, state="", note="")
     assert old is not None
     while (await valkey.redis.time())[0] * 1000 + (await valkey.redis.time())[1] // 1000 <= old.fence:

@@ -17,6 +17,8 @@ from gateway.core.jobs import Job, JobStatus, Queue, Serving
 from gateway.core.values import UNLIMITED, Load
 from gateway.core.webhooks import Delivery, WebhookEndpoint
 from gateway.downstream.job_admin import job_handlers
+from gateway.ports import Board
+from gateway.store.boards import RedisBoard
 from gateway.store.idempotency import RedisIdempotency
 from gateway.store.jobs import RedisJobs
 from gateway.store.leases import Leases, Order
@@ -146,20 +148,24 @@ async def test_a_process_that_died_is_counted_no_longer_than_any(
     assert await store.redis.zscore(replicas, "dead") <= await now_ms(store.redis) + TTL_S * 1000
 
 
-async def test_a_box_whose_owner_died_is_owned_again(
-    store: Any, open_leases: Callable[[str], Leases]
-) -> None:
-    dead, alive = open_leases("dead"), open_leases("alive")
-    assert (await dead.box("spark", 0, "", "note"))[0]
+async def test_a_box_whose_owner_died_is_owned_again(store: Any) -> None:
+    dead, alive = (
+        RedisBoard(store.url, prefix=store.prefix, owner=owner, ttl_s=TTL_S, command_s=10)
+        for owner in ("dead", "alive")
+    )
+    owned = await dead.sync("spark", fence=0, state="", note="note")
+    assert owned is not None and owned.fence
     tag, now = f"{{{store.prefix}:box:spark}}", await now_ms(store.redis)
     await store.redis.pexpire(f"{tag}:owner", HOUR_MS)
     await store.redis.hset(f"{tag}:notes", "dead", f"{now + HOUR_MS} note")
 
-    assert await alive.box("spark", 0, "", "") == (0, "", ["note"])
+    assert await alive.sync("spark", fence=0, state="", note="") == Board(0, "", ["note"])
 
     assert await store.redis.pttl(f"{tag}:owner") <= TTL_S * 1000
     until_ms, _, note = (await store.redis.hget(f"{tag}:notes", "dead")).partition(" ")
     assert int(until_ms) <= await now_ms(store.redis) + TTL_S * 1000 and note == "note"
+    await dead.aclose()
+    await alive.aclose()
 
 
 async def test_an_idempotency_key_whose_runner_died_comes_free(store: Any) -> None:
