@@ -21,10 +21,9 @@ from gateway.core.errors import GatewayError
 from gateway.core.facts import Attempts, Learned
 from gateway.core.files import FileRefusal, NewFile, StoredFile
 from gateway.core.health import BackendStatus, Outcome, PeerAttempts, PeerVerdict, Verdict
-from gateway.core.idempotency import IdempotencyClaim, KeyState
+from gateway.core.idempotency import Idempotency, IdempotencyClaim, KeyState
 from gateway.core.jobs import (
     Chunk,
-    Idempotency,
     Job,
     JobError,
     JobStatus,

@@ -70,6 +70,30 @@ class IdempotencyClaim:
 
 
 @dataclass(frozen=True, slots=True)
+class Idempotency:
+    """An idempotency key of a job or a batch: equal keys identify the same one.
+
+    Attributes:
+        key: The caller's key.
+        route: The route.
+        fingerprint: Hash of the body.
+    """
+
+    key: str
+    route: str
+    fingerprint: str
+
+    @classmethod
+    def of(cls, written: str | None, route: str, body: bytes) -> "Idempotency | None":
+        """Parse the header of a request; None if there is none.
+
+        Raises:
+            InvalidRequest: it is not a valid key.
+        """
+        return None if written is None else cls(read_key(written), route, fingerprint(body))
+
+
+@dataclass(frozen=True, slots=True)
 class StoredAnswer:
     """An answer as sent to its first caller: status, headers, and the bytes of its body."""
 

@@ -19,8 +19,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from gateway.core.idempotency import fingerprint, read_key
-
 
 class JobStatus(StrEnum):
     """Status of a job, in OpenAI's terms."""
@@ -175,30 +173,6 @@ class Refusal(StrEnum):
     TOO_MANY_JOBS = "too_many_jobs"
     TOO_MANY_BYTES = "too_many_bytes"
     IDEMPOTENCY_KEY_REUSED = "idempotency_key_reused"  # with another body
-
-
-@dataclass(frozen=True, slots=True)
-class Idempotency:
-    """An idempotency key: equal keys identify the same request.
-
-    Attributes:
-        key: The caller's key.
-        route: The route.
-        fingerprint: Hash of the body.
-    """
-
-    key: str
-    route: str
-    fingerprint: str
-
-    @classmethod
-    def of(cls, written: str | None, route: str, body: bytes) -> "Idempotency | None":
-        """Parse the header of a request; None if there is none.
-
-        Raises:
-            InvalidRequest: it is not a valid key.
-        """
-        return None if written is None else cls(read_key(written), route, fingerprint(body))
 
 
 def lane_of(model: str, traffic_class: str) -> str:

@@ -22,9 +22,9 @@ from gateway.core.errors import (
     StoreUnavailable,
     let_go,
 )
+from gateway.core.idempotency import Idempotency
 from gateway.core.jobs import (
     Chunk,
-    Idempotency,
     Job,
     JobPriority,
     Lane,

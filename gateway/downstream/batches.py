@@ -23,8 +23,8 @@ from gateway.core.errors import (
     JobRefused,
     StoreUnavailable,
 )
-from gateway.core.idempotency import HEADER
-from gateway.core.jobs import ELSEWHERE, Idempotency, JobPriority, NewJob, lane_of
+from gateway.core.idempotency import HEADER, Idempotency
+from gateway.core.jobs import ELSEWHERE, JobPriority, NewJob, lane_of
 from gateway.core.quirks.tool_markup import NOT_IN_STREAMS
 from gateway.core.responses.items import response_id
 from gateway.core.responses.replay import JobFacts

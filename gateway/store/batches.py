@@ -24,7 +24,8 @@ from gateway.core.batches import (
     BatchStatus,
     RunningLine,
 )
-from gateway.core.jobs import Idempotency, NewJob, Quota
+from gateway.core.idempotency import Idempotency
+from gateway.core.jobs import NewJob, Quota
 from gateway.store.connections import milliseconds
 from gateway.store.jobs import LOST_S, PROMISE_S, key_of, owner_of, promised, refuse_revoked, words_of
 from gateway.store.outages import LoggedConnections

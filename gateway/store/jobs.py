@@ -19,9 +19,9 @@ import anyio
 from redis.exceptions import NoPermissionError
 
 from gateway.core.errors import StoreUnavailable
+from gateway.core.idempotency import Idempotency
 from gateway.core.jobs import (
     Chunk,
-    Idempotency,
     Job,
     JobError,
     JobPriority,

@@ -22,7 +22,8 @@ from gateway.core.batches import (
 )
 from gateway.core.errors import StoreUnavailable
 from gateway.core.files import FileRefusal
-from gateway.core.jobs import Idempotency, JobPriority, JobStatus, NewJob, Quota
+from gateway.core.idempotency import Idempotency
+from gateway.core.jobs import JobPriority, JobStatus, NewJob, Quota
 from gateway.store.batches import RedisBatches
 
 QUOTA = Quota(10, 1_000_000)

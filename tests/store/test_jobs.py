@@ -16,9 +16,9 @@ from support.redis_server import RedisServer, limited, own_server
 
 from gateway.clock import SystemClock
 from gateway.core.errors import StoreUnavailable
+from gateway.core.idempotency import Idempotency
 from gateway.core.jobs import (
     Chunk,
-    Idempotency,
     Job,
     JobError,
     JobPriority,

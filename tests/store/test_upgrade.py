@@ -8,8 +8,8 @@ from redis.asyncio import Redis
 from support.redis_server import RedisServer
 
 from gateway.core.batches import BatchStatus, RunningLine
-from gateway.core.idempotency import IdempotencyClaim, fingerprint
-from gateway.core.jobs import Chunk, Idempotency, Job, JobPriority, JobStatus, NewJob, Quota
+from gateway.core.idempotency import Idempotency, IdempotencyClaim, fingerprint
+from gateway.core.jobs import Chunk, Job, JobPriority, JobStatus, NewJob, Quota
 from gateway.store.batches import RedisBatches
 from gateway.store.files import RedisFiles
 from gateway.store.idempotency import RedisIdempotency
