@@ -74,12 +74,12 @@ class Batches:
 
         @post(PATH, status_code=200)
         async def create(request: Request[Any, Any, Any]) -> Mapping[str, Any]:
-            key = self._keys.name_of(request.headers.get("authorization"))
+            key = self._keys.name_of(request.headers)
             return batch_object(await self._create(key, request))
 
         @get(PATH)
         async def list_(request: Request[Any, Any, Any]) -> Mapping[str, Any]:
-            key = self._keys.name_of(request.headers.get("authorization"))
+            key = self._keys.name_of(request.headers)
             limit = limit_of(request.query_params, _PAGE, _PAGE_MAX)
             found = await self._store.page(key, after=request.query_params.get("after"), limit=limit + 1)
             if found is None:
@@ -88,12 +88,12 @@ class Batches:
 
         @get(PATH + "/{batch_id:str}")
         async def retrieve(request: Request[Any, Any, Any], batch_id: FromPath[str]) -> Mapping[str, Any]:
-            key = self._keys.name_of(request.headers.get("authorization"))
+            key = self._keys.name_of(request.headers)
             return batch_object(await self._find(key, batch_id))
 
         @post(PATH + "/{batch_id:str}/cancel", status_code=200)
         async def cancel(request: Request[Any, Any, Any], batch_id: FromPath[str]) -> Mapping[str, Any]:
-            key = self._keys.name_of(request.headers.get("authorization"))
+            key = self._keys.name_of(request.headers)
             batch = await self._find(key, batch_id)
             return batch_object(await self._store.cancel(batch.id) or batch)
 

@@ -231,7 +231,7 @@ class ChatJobs:
 
         @get(Endpoint.CHAT.value + "/{completion_id:str}")
         async def retrieve(request: Request[Any, Any, Any], completion_id: FromPath[str]) -> Response[bytes]:
-            key = self._keys.name_of(request.headers.get("authorization"))
+            key = self._keys.name_of(request.headers)
             found = job_id(completion_id)
             job = None if found is None else await self._background.get(key, found)
             if job is None or not (await self._background.facts(job)).is_chat:

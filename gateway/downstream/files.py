@@ -80,12 +80,12 @@ class Files:
 
         @post(PATH, status_code=200, request_max_body_size=None)
         async def upload(request: Request[Any, Any, Any]) -> Mapping[str, Any]:
-            key = self._keys.name_of(request.headers.get("authorization"))
+            key = self._keys.name_of(request.headers)
             return file_object(await self._upload(key, request))
 
         @get(PATH)
         async def list_(request: Request[Any, Any, Any]) -> Mapping[str, Any]:
-            key = self._keys.name_of(request.headers.get("authorization"))
+            key = self._keys.name_of(request.headers)
             query = request.query_params
             limit = limit_of(query, _PAGE_MAX, _PAGE_MAX)
             if (order := query.get("order", "desc")) not in ("asc", "desc"):
@@ -103,19 +103,19 @@ class Files:
 
         @get(PATH + "/{file_id:str}")
         async def retrieve(request: Request[Any, Any, Any], file_id: FromPath[str]) -> Mapping[str, Any]:
-            key = self._keys.name_of(request.headers.get("authorization"))
+            key = self._keys.name_of(request.headers)
             return file_object(await self._find(key, file_id))
 
         @get(PATH + "/{file_id:str}/content")
         async def content(request: Request[Any, Any, Any], file_id: FromPath[str]) -> Stream:
-            key = self._keys.name_of(request.headers.get("authorization"))
+            key = self._keys.name_of(request.headers)
             file = await self._find(key, file_id)
             headers = {"content-length": str(file.size_bytes)}
             return Stream(self._content(file), headers=headers, media_type="application/octet-stream")
 
         @delete(PATH + "/{file_id:str}", status_code=200)
         async def forget(request: Request[Any, Any, Any], file_id: FromPath[str]) -> Mapping[str, Any]:
-            key = self._keys.name_of(request.headers.get("authorization"))
+            key = self._keys.name_of(request.headers)
             file = await self._find(key, file_id)
             if await self._store.delete(file.id) is FileRefusal.IN_USE:
                 message = "A batch that has not ended reads this file: cancel it, or wait for its end."

@@ -31,15 +31,15 @@ class KeyRing:
         self.number += 1
         self._names = {self._blinded(digest): name for name, digest in digests.items()}
 
-    def name_of(self, authorization: str | None) -> str | None:
-        """Return the name of the key in an `Authorization` header; None if no keys are configured.
+    def name_of(self, headers: Mapping[str, str]) -> str | None:
+        """Return the name of the key in a request's `authorization`; None if no keys are configured.
 
         Raises:
             Unauthorized: there is no key, or it is unknown.
         """
         if not self._names:
             return None
-        scheme, _, token = (authorization or "").partition(" ")
+        scheme, _, token = headers.get("authorization", "").partition(" ")
         token = token.strip()
         if not token or scheme.lower() != "bearer":
             raise Unauthorized("An API key is required: `Authorization: Bearer <key>`.")

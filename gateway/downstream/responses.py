@@ -291,7 +291,7 @@ class Responses:
 
         @get(PATH + "/{response_id:str}")
         async def retrieve(request: Request[Any, Any, Any], response_id: FromPath[str]) -> Response[bytes]:
-            key = self._keys.name_of(request.headers.get("authorization"))
+            key = self._keys.name_of(request.headers)
             job = await self._job(key, response_id)
             if job is not None and self._background is not None:
                 return await self._shown(self._background, job, request)
@@ -306,13 +306,13 @@ class Responses:
         async def input_items(
             request: Request[Any, Any, Any], response_id: FromPath[str]
         ) -> Mapping[str, Any]:
-            key = self._keys.name_of(request.headers.get("authorization"))
+            key = self._keys.name_of(request.headers)
             kept = await self._opened(await self._record(key, response_id))
             return _page([*kept.context, *kept.input], request.query_params)
 
         @delete(PATH + "/{response_id:str}", status_code=200)
         async def forget(request: Request[Any, Any, Any], response_id: FromPath[str]) -> dict[str, Any]:
-            key = self._keys.name_of(request.headers.get("authorization"))
+            key = self._keys.name_of(request.headers)
             is_job = self._background is not None and await self._background.delete(key, response_id)
             if not is_job and not await self._retention.store.delete(key, response_id):
                 raise gone(response_id)
@@ -320,7 +320,7 @@ class Responses:
 
         @post(PATH + "/{response_id:str}/cancel", status_code=200)
         async def cancel(request: Request[Any, Any, Any], response_id: FromPath[str]) -> Response[bytes]:
-            key = self._keys.name_of(request.headers.get("authorization"))
+            key = self._keys.name_of(request.headers)
             job = None if self._background is None else await self._background.cancel(key, response_id)
             if job is None or self._background is None:
                 await self._record(key, response_id)

@@ -169,12 +169,12 @@ class Applications:
 
         @get("/v1/models", sync_to_thread=False)
         def models(request: Request[Any, Any, Any]) -> dict[str, Any]:
-            self._keys.name_of(request.headers.get("authorization"))
+            self._keys.name_of(request.headers)
             return {"object": "list", "data": list(self._cards().values())}
 
         @get("/v1/models/{name:path}", sync_to_thread=False)
         def model(request: Request[Any, Any, Any], name: FromPath[str]) -> dict[str, Any]:
-            self._keys.name_of(request.headers.get("authorization"))
+            self._keys.name_of(request.headers)
             wanted = name.removeprefix("/")
             card = self._cards().get(wanted)
             if card is None:

@@ -96,7 +96,7 @@ class Serving:
         if self.is_draining:
             raise Draining
         found = _headers(headers)
-        key = self._keys.name_of(found.get("authorization"))
+        key = self._keys.name_of(found)
         check_encoding(found.get("content-encoding"))
         for secret in _SECRET:
             found.pop(secret, None)
