@@ -1,19 +1,26 @@
 """`gemma-gateway simulate-box`, and `box-switch`, which gives it orders."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import rich_click as click
 
 from gateway.simulator.box_options import BOOT_S, Boot, BoxOptions, profile
-from gateway.simulator.command import answer_tokens_option, thought_tokens_option
+from gateway.simulator.command import answer_tokens_option, host_option, speed_option, thought_tokens_option
 from gateway.simulator.options import SimulatorOptions
 
 PORT_MAX = 65_535
 
+Command = TypeVar("Command", bound=Callable[..., None])
+
 _SPARK = ("gemma=spark-nvfp4", "qwen=qwen")
+
+
+def _seconds_option(name: str, default: float, help: str) -> Callable[[Command], Command]:
+    seconds = click.FloatRange(min=0)
+    return click.option(f"--{name}", f"{name}_s", default=default, show_default=True, type=seconds, help=help)
 
 
 @click.command("simulate-box")
@@ -23,7 +30,7 @@ _SPARK = ("gemma=spark-nvfp4", "qwen=qwen")
     type=click.IntRange(0, PORT_MAX),
     help="Port for orders; the models listen on the ports after it. 0: any free ports.",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@host_option
 @click.option(
     "--model",
     "models",
@@ -38,45 +45,11 @@ _SPARK = ("gemma=spark-nvfp4", "qwen=qwen")
     is_flag=True,
     help="Models have vLLM's /sleep, /wake_up and /is_sleeping; with --resident, all others are asleep.",
 )
-@click.option(
-    "--speed",
-    default=1.0,
-    show_default=True,
-    type=click.FloatRange(min=0, min_open=True),
-    help="Engine seconds per second of the clock. All other durations are engine time.",
-)
-@click.option(
-    "--boot",
-    "boot_s",
-    default=BOOT_S,
-    show_default=True,
-    type=click.FloatRange(min=0),
-    help="Seconds a boot takes.",
-)
-@click.option(
-    "--stop",
-    "stop_s",
-    default=0.7,
-    show_default=True,
-    type=click.FloatRange(min=0),
-    help="Seconds from the stop order until the memory is free.",
-)
-@click.option(
-    "--sleep",
-    "sleep_s",
-    default=2.0,
-    show_default=True,
-    type=click.FloatRange(min=0),
-    help="Seconds to fall asleep.",
-)
-@click.option(
-    "--wake",
-    "wake_s",
-    default=5.0,
-    show_default=True,
-    type=click.FloatRange(min=0),
-    help="Seconds to wake up.",
-)
+@speed_option
+@_seconds_option("boot", BOOT_S, "Seconds a boot takes.")
+@_seconds_option("stop", 0.7, "Seconds from the stop order until the memory is free.")
+@_seconds_option("sleep", 2.0, "Seconds to fall asleep.")
+@_seconds_option("wake", 5.0, "Seconds to wake up.")
 @click.option(
     "--fail-boots",
     default=0,

@@ -8,6 +8,14 @@ import rich_click as click
 from gateway import open_files, tcp
 from gateway.simulator.options import Fault, FaultOrder, Quirk, SimulatorOptions
 
+host_option = click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+speed_option = click.option(
+    "--speed",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Engine seconds per second of the clock. All other durations are engine time.",
+)
 answer_tokens_option = click.option(
     "--answer-tokens",
     default=200,
@@ -59,14 +67,8 @@ def _list_profiles(context: click.Context, _: click.Parameter, profile: str) -> 
 @click.option(
     "--port", required=True, type=click.IntRange(0, 65535), help="Port to listen on; 0 for any free one."
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
-    "--speed",
-    default=1.0,
-    show_default=True,
-    type=click.FloatRange(min=0, min_open=True),
-    help="Engine seconds per second of the clock. All other durations are engine time.",
-)
+@host_option
+@speed_option
 @click.option(
     "--boot",
     default="0",
