@@ -7,7 +7,6 @@ renews the lease, and another runner takes over when it has expired. Only the se
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from gateway.core.batches import (
@@ -27,6 +26,7 @@ from gateway.core.batches import (
 from gateway.core.idempotency import Idempotency
 from gateway.core.jobs import NewJob, Quota
 from gateway.store.connections import milliseconds
+from gateway.store.job_scripts import JobScripts
 from gateway.store.jobs import LOST_S, PROMISE_S, key_of, owner_of, promised, refuse_revoked, words_of
 from gateway.store.outages import LoggedConnections
 
@@ -41,15 +41,14 @@ EACH_MAX = 4
 
 CONNECTIONS_MAX = 8
 _ENDED_MAX = 32
-_LOST_MS = milliseconds(LOST_S)
 _SCRIPTS = (
     *("create", "get", "cancel", "revoke", "take", "look", "running", "move", "submit", "write", "collect"),
     "release",
 )
 
 
-class RedisBatches:
-    """`ports.BatchStore` over Redis. Close it with `aclose`."""
+class RedisBatches(JobScripts):
+    """`ports.BatchStore` over Redis."""
 
     def __init__(
         self,
@@ -69,14 +68,14 @@ class RedisBatches:
             command_s: Timeout of a command, and of waiting for a connection.
             each_max: Maximum number of batches per API key in progress.
         """
-        self._tag = f"{{{prefix}:jobs}}"
         self._lease_ms, self._each_max = milliseconds(lease_s), each_max
-        self._connections = LoggedConnections(
+        connections = LoggedConnections(
             url, store="batches", title="batch store", command_s=command_s, connections_max=CONNECTIONS_MAX
         )
         before = ("webhooks", "jobs", "files", "batches")
-        self._scripts = {name: self._connections.script(*before, f"batch_{name}") for name in _SCRIPTS}
-        self._scripts["page"] = self._connections.script(*before[:3], "file_page")
+        scripts = {name: connections.script(*before, f"batch_{name}") for name in _SCRIPTS}
+        scripts["page"] = connections.script(*before[:3], "file_page")
+        super().__init__(connections, prefix, scripts, milliseconds(LOST_S))
 
     # ------------------------------------------------------------ callers
 
@@ -179,10 +178,6 @@ class RedisBatches:
         """See `ports.BatchStore.release`."""
         await self._run("release", claim.batch.id, claim.fence)
 
-    async def aclose(self) -> None:
-        """Close all connections."""
-        await self._connections.aclose()
-
     # ------------------------------------------------------------ internals
 
     async def _held(self, name: str, claim: BatchClaim, *arguments: str | bytes | int) -> Any:
@@ -191,10 +186,6 @@ class RedisBatches:
         if reply is None:
             raise BatchLost(claim.batch.id)
         return reply
-
-    async def _run(self, name: str, *arguments: str | bytes | int) -> Any:
-        command = partial(self._scripts[name], keys=[self._tag], args=[_LOST_MS, *arguments])
-        return await self._connections.answer(name, command)
 
 
 def _lines(pairs: Sequence[bytes]) -> list[RunningLine]:

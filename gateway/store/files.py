@@ -6,11 +6,11 @@ complete; incomplete uploads expire, as do files past their expiry that no batch
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from gateway.core.errors import StoreUnavailable
 from gateway.core.files import FileRefusal, NewFile, StoredFile
 from gateway.store.connections import milliseconds
+from gateway.store.job_scripts import JobScripts
 from gateway.store.jobs import key_of, owner_of
 from gateway.store.outages import LoggedConnections
 
@@ -23,8 +23,8 @@ _PAGE = 500
 _SCRIPTS = ("write", "close", "get", "page", "delete")
 
 
-class RedisFiles:
-    """`ports.FileStore` over Redis. Close it with `aclose`."""
+class RedisFiles(JobScripts):
+    """`ports.FileStore` over Redis."""
 
     def __init__(self, url: str, *, prefix: str = "gw", command_s: float = COMMAND_S) -> None:
         """Prepare to store files in the Redis at `url`; connects on first use.
@@ -34,13 +34,12 @@ class RedisFiles:
             prefix: Prefix of all keys.
             command_s: Timeout of a command, and of waiting for a connection.
         """
-        self._tag = f"{{{prefix}:jobs}}"
-        self._connections = LoggedConnections(
+        connections = LoggedConnections(
             url, store="files", title="file store", command_s=command_s, connections_max=CONNECTIONS_MAX
         )
-        self._scripts = {
-            name: self._connections.script("webhooks", "jobs", "files", f"file_{name}") for name in _SCRIPTS
-        }
+        before = ("webhooks", "jobs", "files")
+        scripts = {name: connections.script(*before, f"file_{name}") for name in _SCRIPTS}
+        super().__init__(connections, prefix, scripts, 1)
 
     async def write(self, file: NewFile, at: int, data: bytes, bytes_max: int) -> FileRefusal | None:
         """See `ports.FileStore.write`."""
@@ -92,14 +91,6 @@ class RedisFiles:
         """See `ports.FileStore.delete`."""
         deleted = await self._run("delete", file_id)
         return FileRefusal.IN_USE if deleted < 0 else bool(deleted)
-
-    async def aclose(self) -> None:
-        """Close all connections."""
-        await self._connections.aclose()
-
-    async def _run(self, name: str, *arguments: str | bytes | int) -> Any:
-        command = partial(self._scripts[name], keys=[self._tag], args=[1, *arguments])
-        return await self._connections.answer(name, command)
 
 
 def _file(values: Sequence[bytes]) -> StoredFile:

@@ -36,6 +36,7 @@ from gateway.core.jobs import (
 )
 from gateway.events import about
 from gateway.store.connections import StoreAway, milliseconds
+from gateway.store.job_scripts import JobScripts
 from gateway.store.outages import LoggedConnections
 from gateway.store.wire import Subscription, subscribed
 
@@ -86,7 +87,7 @@ class _Waiters:
         self.heard = anyio.Event()
 
 
-class RedisJobs:
+class RedisJobs(JobScripts):
     """`ports.JobStore` over Redis. Messages about jobs are received while `run` runs."""
 
     def __init__(
@@ -107,18 +108,15 @@ class RedisJobs:
             command_s: Timeout of a command, and of waiting for a connection.
             connections_max: Maximum number of connections, in addition to the subscribed one.
         """
-        self._tag = f"{{{prefix}:jobs}}"
-        self._lost_ms = milliseconds(lost_s)
-        self._connections = LoggedConnections(
+        connections = LoggedConnections(
             url,
             store="jobs",
             title="job store",
             command_s=command_s,
             connections_max=connections_max,
         )
-        self._scripts = {
-            name: self._connections.script("webhooks", "jobs", f"job_{name}") for name in _SCRIPTS
-        }
+        scripts = {name: connections.script("webhooks", "jobs", f"job_{name}") for name in _SCRIPTS}
+        super().__init__(connections, prefix, scripts, milliseconds(lost_s))
         self._tokens: dict[str, str] = {}  # of claims whose reply was lost, by worker
         self._waiters: dict[str, _Waiters] = {}
         self._waiting = 0  # number of tasks that wait for a job
@@ -346,10 +344,6 @@ class RedisJobs:
         """See `ports.JobStore.is_refusing`."""
         return self._connections.is_refusing
 
-    async def aclose(self) -> None:
-        """Close all connections."""
-        await self._connections.aclose()
-
     async def _check(self) -> None:
         try:
             info = await self._connections.bounded(lambda: self._connections.redis.info())
@@ -431,10 +425,6 @@ class RedisJobs:
 
     def _key(self, *names: str) -> str:
         return ":".join((self._tag, *names))
-
-    async def _run(self, name: str, *arguments: str | bytes | int) -> Any:
-        command = partial(self._scripts[name], keys=[self._tag], args=[self._lost_ms, *arguments])
-        return await self._connections.answer(name, command)
 
 
 # ------------------------------------------------------------------ encoding

@@ -7,11 +7,10 @@ is not settled expires after `CLAIM_S`, and the delivery is due again.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any
 
 from gateway.core.webhooks import Delivery, WebhookEndpoint, WebhookEvent
 from gateway.store.connections import milliseconds
+from gateway.store.job_scripts import JobScripts
 from gateway.store.jobs import key_of
 from gateway.store.outages import LoggedConnections
 
@@ -28,8 +27,8 @@ CONNECTIONS_MAX = 4
 _SCRIPTS = ("events", "hearers", "hand_on", "claim", "settle", "pending")
 
 
-class RedisWebhooks:
-    """`ports.WebhookStore` over Redis. Close it with `aclose`."""
+class RedisWebhooks(JobScripts):
+    """`ports.WebhookStore` over Redis."""
 
     def __init__(
         self,
@@ -49,9 +48,8 @@ class RedisWebhooks:
             claim_s: Expiry of a claim.
             pending_max: Maximum number of pending deliveries per endpoint.
         """
-        self._tag = f"{{{prefix}:jobs}}"
         self._claim_ms, self._pending_max = milliseconds(claim_s), pending_max
-        self._connections = LoggedConnections(
+        connections = LoggedConnections(
             url,
             store="webhooks",
             title="webhook store",
@@ -59,7 +57,8 @@ class RedisWebhooks:
             connections_max=CONNECTIONS_MAX,
             decodes=True,
         )
-        self._scripts = {name: self._connections.script("webhooks", f"webhook_{name}") for name in _SCRIPTS}
+        scripts = {name: connections.script("webhooks", f"webhook_{name}") for name in _SCRIPTS}
+        super().__init__(connections, prefix, scripts)
 
     async def events(self, limit: int) -> Sequence[WebhookEvent]:
         """See `ports.WebhookStore.events`."""
@@ -98,14 +97,6 @@ class RedisWebhooks:
     async def pending(self, endpoints: Sequence[str]) -> Mapping[str, int]:
         """See `ports.WebhookStore.pending`."""
         return dict(zip(endpoints, await self._run("pending", *endpoints), strict=True))
-
-    async def aclose(self) -> None:
-        """Close all connections."""
-        await self._connections.aclose()
-
-    async def _run(self, name: str, *arguments: str | int | bytes) -> Any:
-        command = partial(self._scripts[name], keys=[self._tag], args=arguments)
-        return await self._connections.answer(name, command)
 
 
 def _said(endpoint: WebhookEndpoint) -> str:

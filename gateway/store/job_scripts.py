@@ -1,0 +1,31 @@
+"""How the stores of jobs, batches, files and webhooks call their scripts."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from redis.commands.core import AsyncScript
+
+from gateway.store.outages import LoggedConnections
+
+
+class JobScripts:
+    """The scripts of a store whose keys share a cluster slot with those of jobs. Close it with `aclose`."""
+
+    def __init__(
+        self, connections: LoggedConnections, prefix: str, scripts: Mapping[str, AsyncScript], *first: int
+    ) -> None:
+        """Call `scripts` on the keys with this prefix. Each gets `first` before its own arguments."""
+        self._tag = f"{{{prefix}:jobs}}"
+        self._connections = connections
+        self._scripts = scripts
+        self._first = first
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._connections.aclose()
+
+    async def _run(self, name: str, *arguments: str | bytes | int) -> Any:
+        """Call a script once. Raises StoreUnavailable: its outcome is unknown."""
+        command = partial(self._scripts[name], keys=[self._tag], args=[*self._first, *arguments])
+        return await self._connections.answer(name, command)
