@@ -2,8 +2,7 @@
 
 A general-purpose client costs more than everything else the gateway does for a request: it builds request,
 URL and header objects, and asks a pool that scans all of its connections. Here a call is a head made of
-prebuilt bytes, the last connection of a list, and a parser. client.py, over httpx, is the reference: both
-pass the same tests.
+prebuilt bytes, the last connection of a list, and a parser. Tests compare it with one over httpx.
 
 It supports exactly what a call needs: one POST with a complete body, and an answer that is read as it
 arrives. Redirects are returned as answers. Nothing is decompressed, since compression is not requested.

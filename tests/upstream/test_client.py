@@ -24,6 +24,7 @@ import pytest
 from anyio.abc import ByteStream, SocketAttribute, SocketStream
 from anyio.streams.tls import TLSAttribute, TLSStream
 from support.certificates import self_signed
+from support.httpx_upstream import HttpxUpstream
 from support.kernel import keepalive_s, vanish
 from support.loops import on_both_loops
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, Answer, RawServer, answer_of, chunk, raw_server
@@ -41,7 +42,6 @@ from gateway.ports import Target, Upstream, UpstreamResponse
 from gateway.settings import BackendTls
 from gateway.tcp import SILENT_S
 from gateway.upstream import backend_clients, direct
-from gateway.upstream.client import HttpxUpstream
 from gateway.upstream.direct import DirectUpstream
 
 CAPACITY = Capacity(context_tokens=100, knee=(KneeStep(None, 4),))

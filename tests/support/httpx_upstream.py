@@ -1,4 +1,4 @@
-"""Opens a backend's answer over httpx: the reference implementation whose tests direct.py must also pass.
+"""Opens a backend's answer over httpx: the reference whose tests `upstream/direct.py` must also pass.
 
 One httpx client and pool per backend: pools do not compete, TLS settings and keys are separate, and httpx's
 pools stay small enough to be fast. httpx's defaults are overridden: they would time out a read after 5 s and
