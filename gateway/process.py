@@ -26,20 +26,15 @@ def serve(config: Path, log_level: str, workers: int) -> int:
     With more than one worker, this process only supervises them.
     """
     logs.set_up(log_level)
-    try:
-        loaded = settings.load(config)
-        for warning in loaded.warnings:
-            logs.say(f"warning: {warning}")
-        if workers > 1:
-            return anyio.run(
-                partial(supervisor.serve, loaded, os.environ, workers, log_level, ready=_announce_workers)
-            )
-        _serve_alone(loaded)
-    except ConfigError as error:
-        for line in str(error).splitlines():
-            logs.say(f"error: {line}")
-        return status_of(error)
-    return 0
+
+    def start(loaded: Settings) -> int:
+        if workers == 1:
+            return _serve_alone(loaded)
+        return anyio.run(
+            partial(supervisor.serve, loaded, os.environ, workers, log_level, ready=_announce_workers)
+        )
+
+    return _status(lambda: settings.load(config), start)
 
 
 def work(config: Path, log_level: str, admin: str | None) -> int:
@@ -48,16 +43,20 @@ def work(config: Path, log_level: str, admin: str | None) -> int:
     `admin`: the address for operators, overriding the configuration.
     """
     logs.set_up(log_level)
+    return _status(lambda: settings.load(config).for_job_worker(admin), _serve_alone)
+
+
+def _status(load: Callable[[], Settings], start: Callable[[Settings], int]) -> int:
+    """Start with the configuration that `load` returns. Return the exit status."""
     try:
-        loaded = settings.load(config).for_job_worker(admin)
+        loaded = load()
         for warning in loaded.warnings:
             logs.say(f"warning: {warning}")
-        _serve_alone(loaded)
+        return start(loaded)
     except ConfigError as error:
         for line in str(error).splitlines():
             logs.say(f"error: {line}")
         return status_of(error)
-    return 0
 
 
 def status_of(error: ConfigError) -> int:
@@ -77,10 +76,11 @@ def run(function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
     return anyio.run(partial(function, *args, **kwargs), backend_options=options)
 
 
-def _serve_alone(loaded: Settings) -> None:
+def _serve_alone(loaded: Settings) -> int:
     from gateway import app  # 25 MB, which a process that only supervises others does without
 
     run(app.serve, loaded, os.environ, ready=_announce)
+    return 0
 
 
 def _announce(running: "Running") -> None:
