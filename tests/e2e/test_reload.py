@@ -238,6 +238,9 @@ async def test_a_configuration_is_replaced_only_by_who_has_seen_it(gateway: Site
         tried = await client.post("/admin/config/check", content=yaml.safe_dump(document))
         assert tried.json()["changes"][0].startswith("backend light-2 is new")
         assert "light-2" not in gateway.gateway.policy.backends
+        faulty = await client.post("/admin/config/check", content=b"listen: [\n")
+        assert (faulty.status_code, faulty.json()["error"]["code"]) == (400, "invalid_configuration")
+        assert ":2:1: " in faulty.json()["error"]["message"]
 
         back = await client.post(
             f"/admin/config/rollback?version={first.strip(chr(34))}", headers={"if-match": "*"}
