@@ -256,7 +256,7 @@ def test_no_vocabulary_is_in_the_repository() -> None:
     assert [name for name in names if (ROOT / name).stat().st_size > 1_000_000] == []
 
 
-SCRIPTS = [".ci/run", ".ci/check", ".ci/lock", ".ci/node-sdk", ".ci/prometheus", ".ci/browser"]
+SCRIPTS = [f".ci/{name}" for name in ("run", "check", "lock", "node-sdk", "prometheus", "proxies", "browser")]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -1,4 +1,7 @@
-"""Proxies as docs/behind-a-proxy.md configures them, in front of a gateway; where they are installed."""
+"""Proxies as docs/behind-a-proxy.md configures them, in front of a gateway.
+
+TEST_PROXIES names a folder that `.ci/proxies FOLDER` has filled. Without it, those on PATH are tested.
+"""
 
 import os
 import re
@@ -17,6 +20,8 @@ from support.processes import reserved_port, until
 from support.raw_server import STREAM_HEAD, chunk
 from support.world import HELLO, ROLE
 
+ENVIRON = "TEST_PROXIES"
+PROXIES = os.environ.get(ENVIRON) or os.environ["PATH"]
 PAGE = (Path(__file__).parents[2] / "docs" / "behind-a-proxy.md").read_text()
 NGINX = """
 daemon off; master_process off; pid {folder}/pid; error_log {folder}/error.log;
@@ -55,8 +60,9 @@ def caddy(_: Path, port: int) -> tuple[str, list[str]]:
 
 @pytest.fixture(params=[nginx, haproxy, caddy])
 def proxy(request: pytest.FixtureRequest) -> Any:
-    if shutil.which(request.param.__name__) is None:
-        pytest.skip(f"no {request.param.__name__}")
+    name = request.param.__name__
+    if shutil.which(name, path=PROXIES) is None:
+        pytest.skip(f"no {name}: `.ci/proxies FOLDER` fetches it, {ENVIRON}=FOLDER has the tests use it")
     return request.param
 
 
@@ -71,6 +77,7 @@ async def behind(proxy: Any, site: Front, folder: Path) -> AsyncIterator[httpx.A
     config.write_text(text)
     environ = {
         **os.environ,
+        "PATH": PROXIES,
         "HOME": str(folder),
         "XDG_CONFIG_HOME": str(folder),
         "XDG_DATA_HOME": str(folder),
