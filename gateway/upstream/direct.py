@@ -526,14 +526,14 @@ class _Connection(asyncio.Protocol):
         if self._is_headed and not self._is_complete and not self._is_framed:
             self._is_complete = True  # an answer delimited by the end of the connection
             self._keeps_alive = False
+        self._leave_pool()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_lost = True
         if self._error is None:
             self._error = self._loss()
             self._error.__cause__ = exc
-        if self._on_gone is not None:
-            self._on_gone(self)
+        self._leave_pool()
         self.resume_writing()
         self._wake()
 
@@ -648,6 +648,12 @@ class _Connection(asyncio.Protocol):
     def _fail(self, error: Exception) -> None:
         self._error = error
         self._transport.abort()
+        self._leave_pool()
+
+    def _leave_pool(self) -> None:
+        """If it is idle, have it not used again: the event loop calls `connection_lost` only later."""
+        if self._on_gone is not None:
+            self._on_gone(self)
 
     async def _news(self) -> None:
         """Wait until data arrives or the connection is lost."""

@@ -747,6 +747,57 @@ async def test_what_nobody_asked_for_ends_a_kept_connection() -> None:
                 assert await whole(response) == b"{}"
 
 
+async def until_it_closes(client: direct.DirectClient) -> None:
+    """Return while the event loop still has to tell the idle connection of a client that it is lost."""
+    (connection,) = client._idle
+    with anyio.fail_after(10):
+        while not connection._transport.is_closing():
+            await anyio.lowlevel.checkpoint()
+
+
+@pytest.mark.usefixtures("only_direct")
+async def test_a_kept_connection_is_not_used_between_what_nobody_asked_for_and_its_end() -> None:
+    async def answer(stream: SocketStream, number: int) -> None:
+        await stream.send(answer_of(b"{}"))
+        if number == 0:  # as a proxy does whose patience with an idle connection is over
+            await timed_out.wait()
+            await stream.send(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n\r\n")
+
+    timed_out = anyio.Event()
+    async with raw_server(answer) as server:
+        client = direct.DirectClient(server.url, None, verify=True)
+        for _ in range(2):
+            connection = await client.ask(ASKED, b"", 5.0)
+            assert await whole(connection) == b"{}"
+            if client.take_back(connection) and not timed_out.is_set():
+                timed_out.set()
+                await until_it_closes(client)
+        await client.aclose()
+
+    assert server.connections == 2
+
+
+@pytest.mark.usefixtures("only_direct")
+async def test_a_backend_that_stopped_before_it_was_asked_is_not_lost_because_of_the_request() -> None:
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(answer_of(b"{}"))
+        await stopped.wait()
+        await server.refuse()
+        await stream.aclose()
+
+    stopped = anyio.Event()
+    async with raw_server(answer) as server:
+        client = direct.DirectClient(server.url, None, verify=True)
+        connection = await client.ask(ASKED, b"", 5.0)
+        assert await whole(connection) == b"{}"
+        assert client.take_back(connection)
+        stopped.set()
+        await until_it_closes(client)
+        with pytest.raises(UpstreamUnreachable):
+            await client.ask(ASKED, b"", 5.0)
+        await client.aclose()
+
+
 async def test_a_way_that_is_configured_no_more_is_run_to_its_end() -> None:
     gate = anyio.Event()
 
