@@ -202,12 +202,11 @@ class Attempt:
         return UpstreamTimeout(f"The backend did not answer within {waited:g} s.")
 
     async def _send(self, sending: Awaitable[None]) -> None:
-        """Await `sending`, which waits for the caller to read. That time is not charged to the backend."""
+        """Await `sending`, which waits for the caller to read. Call `resumed` if there is more to come."""
         self._context.chunks += 1
         self.stalled()
         await sending
         self._is_stalled = False
-        self._deadline.latest = self._last_moment
 
     async def _exchange(self, upstream: Upstream) -> None:
         async with upstream.open(self._target(), self._timeouts) as response:
@@ -288,7 +287,7 @@ class Attempt:
             if reader.may_begin:
                 await self._begin_stream()
                 await self._send(self._context.downstream.send(self._let_go()))
-                self._await_more()
+                self.resumed()
                 return True
             if reader.is_done:
                 return False
@@ -348,8 +347,8 @@ class Attempt:
     def resumed(self) -> None:
         """See `ports.StreamTransform.resumed`."""
         self._is_stalled = False
-        self._deadline.latest = self._last_moment
         self._await_more()
+        self._deadline.bound(self._last_moment)
 
     async def _relay_whole(self, response: UpstreamResponse) -> None:
         body = await response.read_whole(ANSWER_BYTES_MAX)

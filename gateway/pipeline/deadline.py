@@ -82,7 +82,8 @@ class Deadline:
 
     Attributes:
         at: The deadline. Assign to it to move it to a later time; use `move` for any time.
-        latest: An upper bound on the deadline, regardless of `at`. May be moved while no earlier than `at`.
+        latest: An upper bound on the deadline, regardless of `at`. Assign to it to move it to a later time;
+            use `bound` for any time.
         has_passed: Whether the deadline ended the block; set when the block has ended.
     """
 
@@ -102,6 +103,12 @@ class Deadline:
         """Move the deadline to another time, which may be earlier."""
         self.at = at
         if at < self._all.at and self._task is not None:
+            self._all.watch(self)
+
+    def bound(self, latest: float) -> None:
+        """Move the upper bound to another time, which may be earlier."""
+        self.latest = latest
+        if self._task is not None:
             self._all.watch(self)
 
     def __enter__(self) -> "Deadline":

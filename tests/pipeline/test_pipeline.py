@@ -548,6 +548,25 @@ async def test_a_slow_caller_does_not_use_up_the_backends_patience(
     assert world.notes.requests[0].ending is Ending.COMPLETED
 
 
+async def test_a_caller_that_reads_on_does_not_put_off_the_total_limit(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.pipeline.caller.CALLER_STALL_S", 20)
+    impatient(world, total_s=0.05)  # the other limits are longer than a caller may stall
+    world.answers(light_0=Script([ROLE + HELLO, HELLO, anyio.Event()]))
+    caller = Caller()
+
+    async def slowly(data: bytes) -> None:
+        if caller.parts and b"error" not in data:
+            await anyio.sleep(0.1)  # the limit passes meanwhile
+
+    caller.before_send = slowly
+    with anyio.fail_after(10):
+        await world.run(world.request(), caller)
+
+    assert b"did not finish within 0.05 s" in caller.body
+
+
 async def test_a_whole_answer_has_only_its_total_limit(world: World) -> None:
     impatient(world, first_byte_s=0.001, idle_s=0.001)
     gate = anyio.Event()
