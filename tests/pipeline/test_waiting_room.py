@@ -148,10 +148,11 @@ async def test_who_was_offered_a_place_that_was_gone_waits_no_longer_than_it_may
         refused.append(caught.value)
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(world.pipeline.room.run)
         async with anyio.create_task_group() as asking:
             asking.start_soon(ask)
             await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(world.pipeline.room.run)
+            await anyio.sleep(MISS_PAUSE_S)  # it has looked, and waits
             assert not refused
             world.clock.time += 1.3  # and nothing else happens that anybody could hear of
         tasks.cancel_scope.cancel()
@@ -170,9 +171,8 @@ async def test_who_was_offered_a_place_that_was_gone_is_offered_another_soon() -
             tasks.start_soon(world.pipeline.room.run)
             tasks.start_soon(arrive, world, 1)
             while not world.notes.requests:
-                await anyio.wait_all_tasks_blocked()
-                world.clock.time += MISS_PAUSE_S  # and nothing else happens that anybody could hear of
                 await anyio.sleep(MISS_PAUSE_S)
+                world.clock.time += MISS_PAUSE_S  # and nothing else happens that anybody could hear of
             tasks.cancel_scope.cancel()
 
     assert [record.ending for record in world.notes.requests] == [Ending.COMPLETED]
@@ -272,13 +272,12 @@ async def test_a_place_that_is_granted_when_its_caller_leaves_is_given_back(late
 
     with anyio.fail_after(3):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(world.pipeline.room.run)
             async with anyio.create_task_group() as asking:
                 asking.start_soon(ask)
-                await anyio.wait_all_tasks_blocked()
+                await anyio.wait_all_tasks_blocked()  # it has missed a place, and waits
                 ledger.is_full = False
                 world.clock.time += 1
-                world.pipeline.room.look()
+                tasks.start_soon(world.pipeline.room.run)
             await anyio.wait_all_tasks_blocked()
             tasks.cancel_scope.cancel()
 
