@@ -55,10 +55,10 @@ CLOSE_S = 1.0
 ENCODED = "The backend compresses its answers, although it is asked not to."
 """The message for an answer with status 200 and a content-encoding."""
 
-W = TypeVar("W", bound=BackendClient)
+C = TypeVar("C", bound=BackendClient)
 
 
-class BackendClients(ABC, Generic[W]):
+class BackendClients(ABC, Generic[C]):
     """The clients of all backends: the base of every `ports.Upstream`. Close it with `aclose`."""
 
     def __init__(
@@ -75,12 +75,12 @@ class BackendClients(ABC, Generic[W]):
             secrets: Per backend id, the API key to send.
             tls: Per backend id, how to verify its certificate; True if missing.
         """
-        self._ways: dict[str, W] = {}
-        self._retired: list[W] = []
+        self._clients: dict[str, C] = {}
+        self._retired: list[C] = []
         self.update(backends, secrets=secrets, tls=tls)
 
     @abstractmethod
-    def _way(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> W:
+    def _new_client(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> C:
         """Return a new client."""
 
     def update(
@@ -91,44 +91,44 @@ class BackendClients(ABC, Generic[W]):
         tls: Mapping[str, ssl.SSLContext | bool],
     ) -> None:
         """Replace the configured backends; arguments as for `__init__`. Requests in progress continue."""
-        before, self._ways = self._ways, {}
+        before, self._clients = self._clients, {}
         for backend in backends:
             kept = before.get(backend.id)
             wanted = (backend.url, secrets.get(backend.id), tls.get(backend.id, True))
             if kept is not None and (kept.url, kept.secret, kept.verify) == wanted:
-                self._ways[backend.id] = before.pop(backend.id)
+                self._clients[backend.id] = before.pop(backend.id)
             else:
-                self._ways[backend.id] = self._way(*wanted)
+                self._clients[backend.id] = self._new_client(*wanted)
         self._retired += before.values()
 
     async def close_retired(self) -> None:
         """Close retired clients that are idle; the others are closed when their last request has ended."""
-        idle = [way for way in self._retired if not way.in_flight]
-        self._retired = [way for way in self._retired if way.in_flight]
-        for way in idle:
-            await way.aclose()
+        idle = [client for client in self._retired if not client.in_flight]
+        self._retired = [client for client in self._retired if client.in_flight]
+        for client in idle:
+            await client.aclose()
 
     async def aclose(self) -> None:
         """Close all connections."""
-        for way in (*self._ways.values(), *self._retired):
-            await way.aclose()
+        for client in (*self._clients.values(), *self._retired):
+            await client.aclose()
 
-    def _take(self, backend: Backend) -> W:
+    def _take(self, backend: Backend) -> C:
         """Return the client of a backend, to be returned with `_give_back`.
 
         Raises:
             UpstreamUnreachable: the backend is no longer configured.
         """
-        way = self._ways.get(backend.id)
-        if way is None or way.url != backend.url:
+        client = self._clients.get(backend.id)
+        if client is None or client.url != backend.url:
             raise UpstreamUnreachable("The backend is no longer configured.")
-        way.in_flight += 1
-        return way
+        client.in_flight += 1
+        return client
 
-    async def _give_back(self, way: W) -> None:
+    async def _give_back(self, client: C) -> None:
         """Return a client after a request."""
-        way.in_flight -= 1
-        if way in self._retired:
+        client.in_flight -= 1
+        if client in self._retired:
             with anyio.move_on_after(CLOSE_S, shield=True):
                 await self.close_retired()
 

@@ -75,7 +75,7 @@ _USER_AGENT = f"gemma-gateway/{__version__}".encode()
 class DirectUpstream(BackendClients["DirectClient"]):
     """`ports.Upstream`."""
 
-    def _way(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> "DirectClient":
+    def _new_client(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> "DirectClient":
         return DirectClient(url, secret, verify)
 
     def open(self, target: Target, timeouts: Timeouts) -> "_Call":
@@ -86,28 +86,28 @@ class DirectUpstream(BackendClients["DirectClient"]):
         """Send the request of a call, and return its answer once the status is known. Raises as `open`."""
         target, call.target = call.target, None  # releases the body's memory before the answer
         assert target is not None
-        way = call.way = self._take(target.backend)
+        client = call.client = self._take(target.backend)
         try:
-            call.connection = await way.ask(way.head_of(target), target.body, call.timeouts.connect_s)
+            call.connection = await client.ask(client.head_of(target), target.body, call.timeouts.connect_s)
         except BaseException:
-            await self._give_back(way)
+            await self._give_back(client)
             raise
         return call.connection
 
     async def end(self, call: "_Call") -> None:
         """Return the connection to the pool if its answer is complete; close it otherwise."""
-        way, connection = call.way, call.connection
+        client, connection = call.client, call.connection
         try:
             # Closing the connection early tells the engine to stop generating.
-            if not way.take_back(connection):
+            if not client.take_back(connection):
                 # The event loop closes it in its next iteration: wait for that before the slot is released.
                 with anyio.CancelScope(shield=True):
                     await anyio.lowlevel.checkpoint()
         finally:
-            if way in self._retired:
-                await self._give_back(way)
+            if client in self._retired:
+                await self._give_back(client)
             else:
-                way.in_flight -= 1
+                client.in_flight -= 1
 
 
 class _Call:
@@ -116,12 +116,12 @@ class _Call:
     Its methods return the coroutines of the upstream: a coroutine of their own would only forward.
     """
 
-    __slots__ = ("_upstream", "connection", "target", "timeouts", "way")
+    __slots__ = ("_upstream", "client", "connection", "target", "timeouts")
 
     def __init__(self, upstream: DirectUpstream, target: Target, timeouts: Timeouts) -> None:
         self._upstream, self.timeouts = upstream, timeouts
         self.target: Target | None = target
-        self.way: DirectClient
+        self.client: DirectClient
         self.connection: _Connection
 
     def __aenter__(self) -> Coroutine[Any, Any, UpstreamResponse]:

@@ -35,18 +35,18 @@ _USER_AGENT = f"gemma-gateway/{__version__}"
 class HttpxUpstream(BackendClients["_HttpxClient"]):
     """`ports.Upstream` over httpx."""
 
-    def _way(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> "_HttpxClient":
+    def _new_client(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> "_HttpxClient":
         return _HttpxClient(url, secret, verify)
 
     @asynccontextmanager
     async def open(self, target: Target, timeouts: Timeouts) -> AsyncIterator[UpstreamResponse]:
         """See `ports.Upstream.open`."""
-        way = self._take(target.backend)
+        client = self._take(target.backend)
         try:
-            async with self._exchange(way.client, target, timeouts) as response:
+            async with self._exchange(client.client, target, timeouts) as response:
                 yield response
         finally:
-            await self._give_back(way)
+            await self._give_back(client)
 
     @asynccontextmanager
     async def _exchange(
