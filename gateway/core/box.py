@@ -370,13 +370,13 @@ def advance(box: Box, event: Event, now: float, rules: BoxRules) -> Step:
     """Return the box after `event`, which happened at `now`, and the orders that follow."""
     match event:
         case Observation():
-            return _looked(box, event, now, rules)
+            return _observed(box, event, now, rules)
         case OwnershipTaken():
             return _taken_over(box, event, now, rules)
         case Inspected(number, found) if number == box.number:
-            return _found(box, found, now, rules)
+            return _inspected(box, found, now, rules)
         case TaskEnded(number, failure) if number == box.number:
-            return _done(box, failure, now, rules)
+            return _task_ended(box, failure, now, rules)
     return box, ()
 
 
@@ -425,7 +425,7 @@ def _taken_over(box: Box, event: OwnershipTaken, now: float, rules: BoxRules) ->
 # ---- transitions by observations
 
 
-def _looked(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
+def _observed(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
     box, has_restarted = _judged(box, look)
     if box.state in (State.CHECKING, State.RESIDENT) and look.misfits.get(box.backend):
         return _quarantined(box, look.misfits[box.backend], now, rules)
@@ -538,7 +538,7 @@ def _booting(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
 # ---- transitions by reports
 
 
-def _found(box: Box, found: frozenset[str], now: float, rules: BoxRules) -> Step:
+def _inspected(box: Box, found: frozenset[str], now: float, rules: BoxRules) -> Step:
     gone = {name: replace(held, gone=held.gone or name not in found) for name, held in box.quarantine.items()}
     box = replace(box, quarantine=gone)
     members = tuple(rules.swaps.triggers)
@@ -564,7 +564,7 @@ def _found(box: Box, found: frozenset[str], now: float, rules: BoxRules) -> Step
     return _check(replace(box, backend=kept), now, "found running")
 
 
-def _done(box: Box, failure: str, now: float, rules: BoxRules) -> Step:
+def _task_ended(box: Box, failure: str, now: float, rules: BoxRules) -> Step:
     match box.state:
         case State.STOPPING if failure:
             return _again(
