@@ -286,7 +286,7 @@ class Attempt:
             await self._note_first_token()
             if reader.may_begin:
                 await self._begin_stream()
-                await self._send(self._context.downstream.send(self._let_go()))
+                await self._send(self._context.downstream.send(self._take_held()))
                 self.resumed()
                 return True
             if reader.is_done:
@@ -300,9 +300,9 @@ class Attempt:
         if owed:
             if not self._context.is_answered:
                 await self._begin_stream()
-            await self._send(self._context.downstream.send(self._let_go() + owed))
+            await self._send(self._context.downstream.send(self._take_held() + owed))
 
-    def _let_go(self) -> bytes:
+    def _take_held(self) -> bytes:
         held = b"".join(self._held)
         self._held.clear()
         return held
