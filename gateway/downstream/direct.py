@@ -37,8 +37,8 @@ class DirectProtocol(GuardedProtocol):
         """Called by uvicorn; `chats` answers intercepted requests."""
         super().__init__(*args, **kwargs)
         self._chats = chats
-        self._call: Any = None  # a `DirectCall`, until its answer is complete
-        self._is_receiving = False  # the body of the call
+        self._call: DirectCall | None = None  # until its answer is complete
+        self._receiving: DirectCall | None = None  # the same, while its body is received
         self._announced = 0  # its Content-Length
         self._host = b""  # of the last chat, already validated: usually the next one has the same
         self._receiver: BodyReceiver | None = None  # receives the rest of a long body
@@ -55,14 +55,15 @@ class DirectProtocol(GuardedProtocol):
         is_at_head = self.is_between_requests() or self.cycle is None
         super().data_received(data)
         if is_at_head and self._may_learn and self._call is not None and self._head_bytes == 0:
-            self._learn(data)
-        if self._is_receiving and self._body_timer is None and not self._call.is_begun:
+            self._learn(data, self._call)
+        call = self._receiving
+        if call is not None and self._body_timer is None and not call.is_begun:
             self._body_timer = self.loop.call_later(self._chats.limits.within_s, self._body_overdue)
-            self._fill()
+            self._fill(call)
 
     def is_between_requests(self) -> bool:
         """See `GuardedProtocol.is_between_requests`."""
-        return not self._is_receiving and super().is_between_requests()
+        return self._receiving is None and super().is_between_requests()
 
     def _is_repeated(self, data: bytes, template: HeadTemplate) -> bool:
         """Answer a request whose head is the previous one's. Return whether these bytes were one."""
@@ -80,12 +81,12 @@ class DirectProtocol(GuardedProtocol):
         call.begin()
         return True
 
-    def _learn(self, data: bytes) -> None:
-        """Learn the head of the request that has just begun with `data`, unless heads vary here."""
-        head = self._call.head
+    def _learn(self, data: bytes, call: DirectCall) -> None:
+        """Learn the head of the call that has just begun with `data`, unless heads vary here."""
+        head = call.head
         self._may_learn -= 1
         own = replace(head, headers=head.headers.copy())  # the other is the request's
-        self._template = HeadTemplate.learned(data, b"POST %b HTTP/1.1" % _PATH, self._call.headers, own)
+        self._template = HeadTemplate.learned(data, b"POST %b HTTP/1.1" % _PATH, call.headers, own)
 
     def on_headers_complete(self) -> None:
         """Intercept the request, or leave it to ASGI."""
@@ -94,28 +95,29 @@ class DirectProtocol(GuardedProtocol):
             super().on_headers_complete()
             return
         self.head_is_complete()
-        self.cycle = self._call = DirectCall(self, self._chats, head)  # type: ignore[assignment]
-        self._is_receiving = True
+        call = DirectCall(self, self._chats, head)
+        self.cycle = self._call = self._receiving = call  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         """Process a part of a body."""
-        if self._is_receiving:
-            self._call.take(body)
+        if self._receiving is not None:
+            self._receiving.take(body)
         else:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Answer a complete request."""
-        if self._is_receiving:
-            self._is_receiving, self._has_ended = False, True
+        call, self._receiving = self._receiving, None
+        if call is not None:
+            self._has_ended = True
             self._stop_body_timer()
-            self._call.begin()
+            call.begin()
         else:
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Continue with data received in the meantime, or wait for more."""
-        self._call, self._is_receiving = None, False
+        self._call = self._receiving = None
         self._idle_since = self.loop.time()
         if self.timeout_keep_alive_task is None or self.pipeline or self.transport.is_closing():
             super().on_response_complete()
@@ -138,7 +140,7 @@ class DirectProtocol(GuardedProtocol):
         """Cancel the call of a disconnected caller."""
         self._stop_body_timer()
         self._end_filling()
-        call, self._call = self._call, None
+        call, self._call, self._receiving = self._call, None, None
         super().connection_lost(exc)
         if call is not None:
             call.caller_left()
@@ -163,22 +165,23 @@ class DirectProtocol(GuardedProtocol):
             self._end_filling()
             self.transport.set_protocol(self)
 
-    def _fill(self) -> None:
+    def _fill(self, call: DirectCall) -> None:
         """Receive the rest of a body into a single buffer, if it is long."""
         uploads = self._chats.uploads
         if (
-            self._announced - self._call.received < WORTH_BYTES
+            self._announced - call.received < WORTH_BYTES
             or uploads.reserved_bytes + self._announced > TOGETHER_MAX
             or self.transport.is_closing()
         ):
             return
-        self._receiver = BodyReceiver(self, uploads, self._announced, self._call.parts, self._filled)
-        self._call.receiver = self._receiver
+        self._receiver = BodyReceiver(self, uploads, self._announced, call.parts, self._filled)
+        call.receiver = self._receiver
         self.transport.set_protocol(self._receiver)
 
     def _filled(self, size: int, is_complete: bool) -> None:
         """Note that `size` more bytes of a body were received; answer it if complete."""
-        self._call.took(size)
+        if self._receiving is not None:
+            self._receiving.took(size)
         if is_complete and self._receiver is not None:
             self.receive_no_more()
             self.parser = self.new_parser()  # the old parser still expects this body
@@ -226,6 +229,6 @@ class DirectProtocol(GuardedProtocol):
 
     def _body_overdue(self) -> None:
         self._body_timer = None
-        if self._is_receiving:
-            within_s = self._chats.limits.within_s
-            self._call.give_up(RequestTimeout(f"The request body was not complete within {within_s:g} s."))
+        call, within_s = self._receiving, self._chats.limits.within_s
+        if call is not None:
+            call.give_up(RequestTimeout(f"The request body was not complete within {within_s:g} s."))
