@@ -24,8 +24,14 @@ from gateway.events import about
 log = logging.getLogger("gateway.downstream")
 
 HEAD_BYTES_MAX = 65_536
+"""Maximum bytes of a request's head, or of the trailers of its body."""
+
 HEAD_WITHIN_S = 15.0
+"""How long a head may take, from the connection or its own first byte: a choice, not a measurement."""
+
 CONNECTIONS_MAX = 8_192
+"""Maximum number of connections of a listener. One more is told so, and closed."""
+
 PIPELINED_MAX = 256
 """Maximum number of requests on one connection that wait for the answers before them: more than any client
 sends. A connection with more is dropped."""

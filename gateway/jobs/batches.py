@@ -149,7 +149,7 @@ class BatchRunner:
             with anyio.move_on_after(RELEASE_S, shield=True):
                 await self._let_go(claim)
             raise
-        except Exception:
+        except Exception:  # the lease is left to expire, so that the batch is not resumed in a tight loop
             log.exception(
                 "batch %s failed inside the gateway; it will be resumed",
                 claim.batch.id,

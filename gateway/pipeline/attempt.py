@@ -46,6 +46,8 @@ ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """A complete answer longer than this cannot come from a language model."""
 
 ERROR_BYTES_MAX = 64 * 1024
+"""No more of the body of an error is read."""
+
 END_OF_BODY_S = 1.0
 """How long a backend may take to close the body after `[DONE]` before the connection is dropped."""
 

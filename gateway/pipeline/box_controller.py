@@ -53,7 +53,11 @@ from gateway.ports import BoxBoard, BoxFleet, Clock, JobStore, Ledger, Switch
 log = logging.getLogger("gateway.boxes")
 
 LOOK_S = 1.0
+"""Interval between two rounds of a box in which nothing happens."""
+
 LEAVE_S = 1.0
+"""How long a process that ends may take to give up its boxes; otherwise its ownership expires."""
+
 READY_S = 30.0
 """How long a model that has passed its canary may remain unknown to the health checks of this process. After
 that, a model that does not answer is considered lost."""

@@ -69,10 +69,11 @@ class KeepAlive:
         self._is_over = False
 
     async def run(self, wait_s: float) -> None:
-        """Wait for `wait_s`, then send comments. Returns when stopped or when the caller is gone.
+        """Wait for `wait_s`, then send comments until stopped.
 
         Raises:
             CallerStalled: the caller has stopped reading.
+            OSError: the caller is gone.
         """
         await anyio.sleep(wait_s)
         await self._unless_over(self._start)

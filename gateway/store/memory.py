@@ -129,6 +129,8 @@ class MemoryBoard:
 
 
 class _MemoryRecords:
+    """Records that expire, of which each owner may store only so many bytes."""
+
     def __init__(self, clock: Clock, bytes_max: int) -> None:
         """Store at most `bytes_max` bytes per owner."""
         self._clock = clock

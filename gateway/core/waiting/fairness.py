@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from gateway.core.values import Policy
 from gateway.core.waiting.drain import Drain
 from gateway.core.waiting.tickets import Ticket
 
-_T = TypeVar("_T", bound=Any)
+_T = TypeVar("_T", int, tuple[float, int], tuple[float, int, str | None])
 
 LOOKAHEAD = 64
 """Maximum number of requests of one class that one turn considers, of the ordinary ones and of the others

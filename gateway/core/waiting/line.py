@@ -469,7 +469,7 @@ class WaitingLine:
 
     def _per_s(self, lane: Lane, now: float) -> float | None:
         """Return the slots per second that become free in a lane's first pool, or None while unknown."""
-        if lane.home is None:  # nothing has started there
+        if lane.home is None:  # no request has entered it here: it only has charges of other processes
             return None
         pool = lane.home[1]
         drains = [one.drain for one in self._lanes.values() if one.home is not None and one.home[1] == pool]
