@@ -85,6 +85,8 @@ class Serving:
         """Reject new requests from now on, and return when all running ones have ended."""
         self.refuse()
         if self.in_flight or self.uploads.calls:
+            if self._idle.is_set():  # what runs now has begun since: some routes are served to the end
+                self._idle = anyio.Event()
             await self._idle.wait()
 
     def head(self, headers: Headers) -> Head:

@@ -1251,6 +1251,26 @@ async def test_a_drain_waits_for_bodies(way: str, comes: bool) -> None:
         assert site.taken == (2 if way == "direct" else 0)
 
 
+async def test_a_later_drain_waits_for_what_began_behind_the_first(way: str) -> None:
+    is_drained = anyio.Event()
+    async with front(way) as site, anyio.create_task_group() as tasks:
+        serving = site.applications.serving
+
+        async def drain() -> None:
+            await serving.drain()
+            is_drained.set()
+
+        serving.refuse()
+        async with site.caller() as caller:
+            assert (await caller.ask(post())).code == "draining"
+        with serving.counted():  # such as a file that is read, which a drain does not refuse
+            tasks.start_soon(drain)
+            await anyio.wait_all_tasks_blocked()
+            assert not is_drained.is_set()
+        with anyio.fail_after(10):
+            await is_drained.wait()
+
+
 async def test_a_server_that_ends_gracefully_lets_streams_end(way: str) -> None:
     gated = Gated()
     async with front(way, gated) as site, site.caller() as running, site.caller() as idle:
