@@ -302,7 +302,11 @@ class Downstream(Protocol):
         """Send the status and headers. Later errors cannot change the status any more."""
 
     async def send(self, data: bytes) -> None:
-        """Send body bytes. Waits while the caller reads slowly."""
+        """Send body bytes. Waits while the caller reads slowly.
+
+        Raises:
+            CallerStalled, OSError: the caller no longer reads, or is gone. It may also go unnoticed here.
+        """
 
     async def send_whole(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a complete answer: status, headers, the length of the body, and the body.

@@ -235,6 +235,7 @@ class TaskEnded:
 
 Event = Observation | OwnershipTaken | Inspected | TaskEnded
 Step = tuple[Box, tuple[Order, ...]]
+"""A box after an event, and the orders that follow."""
 
 
 # ------------------------------------------------------------------ questions

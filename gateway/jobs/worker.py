@@ -108,7 +108,7 @@ class _Claim:
     """A job claimed by this worker."""
 
     job: Job
-    at: float
+    at: float  # monotonic seconds
     config: str  # version at the time of the claim
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     beginning: Beginning = Beginning.NEW

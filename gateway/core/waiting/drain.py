@@ -13,7 +13,14 @@ RESIDENCE_WEIGHT = 0.1
 
 @dataclass(slots=True)
 class Drain:
-    """Measured rate at which requests of one class get a slot."""
+    """Measured rate at which requests of one class get a slot.
+
+    Attributes:
+        running: Requests that have started and not ended.
+        residence_s: Moving average of how long a request keeps its slot; None before the first has ended.
+        starts: Number of starts, each of which counts less as time passes (`STARTS_OVER_S`), as of `at`.
+        at: When `starts` was last updated, in monotonic seconds.
+    """
 
     running: int = 0
     residence_s: float | None = None
