@@ -19,7 +19,8 @@ from gateway.core.waiting import MISS_PAUSE_S, Offer, Reason, Refused, Ticket, W
 from gateway.ports import Clock, Ledger, Slot
 
 RELEASE_S = 1.0
-"""Limit on the wait for the ledger at the end of a request. In this process the slot is free before that."""
+"""Limit on the wait for the ledger at the end of a request. One shared through Redis has limits of its own,
+and is not cancelled by this one. In this process the slot is free at once."""
 
 REDECIDED_TOGETHER = 16
 """Maximum number of queued requests that ask again in one go when the policy has changed. Each takes some
