@@ -227,6 +227,10 @@ class _PipelinedConnection(asyncio.Protocol):
         elif not reply.done():
             reply.set_result(numbers)
 
+    def eof_received(self) -> None:
+        """Accept no more commands: the event loop calls `connection_lost` only later."""
+        self._leave()
+
     def connection_lost(self, error: Exception | None) -> None:
         """Fail the commands in progress."""
         self.end("ConnectionError: the server closed the connection" if error is None else text_of(error))

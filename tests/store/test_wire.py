@@ -171,14 +171,31 @@ async def test_a_server_that_has_forgotten_the_scripts_is_told_them_again(stoppa
     await ledger.aclose()
 
 
+async def close_idle(store: Store) -> None:
+    """Close the connections of `wires_to`, as a server or a proxy does after a time without commands."""
+    for client in await store.redis.client_list():
+        if client["name"] == "wired":
+            await store.redis.client_kill_filter(_id=client["id"])
+
+
 async def test_a_connection_that_was_closed_while_idle_is_replaced(store: Store) -> None:
     async with wires_to(store.url) as wires:
         await ask(wires, 1)
-        for client in await store.redis.client_list():
-            if client["name"] == "wired":
-                await store.redis.client_kill_filter(_id=client["id"])
+        await close_idle(store)
         await store.redis.ping()
         assert await ask(wires, 2) == [[2, 7]]
+
+
+async def test_so_it_is_before_the_event_loop_has_said_that_it_is_lost(store: Store) -> None:
+    async with wires_to(store.url) as wires:
+        await ask(wires, 1)
+        (wire,) = wires._wires
+        assert wire._writer is not None
+        await close_idle(store)
+        with anyio.fail_after(WITHIN_S):
+            while not wire._writer.transport.is_closing():
+                await anyio.lowlevel.checkpoint()
+            assert await wires.ask(echo(2)) == [2, 7]
 
 
 async def test_who_is_cancelled_takes_nobody_along_and_keeps_no_place(
