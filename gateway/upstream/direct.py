@@ -526,7 +526,8 @@ class _Connection(asyncio.Protocol):
         if self._is_headed and not self._is_complete and not self._is_framed:
             self._is_complete = True  # an answer delimited by the end of the connection
             self._keeps_alive = False
-        self._leave_pool()
+        elif not self._is_asked:
+            self._is_lost = True  # the event loop calls `connection_lost` only later
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_lost = True
@@ -651,7 +652,7 @@ class _Connection(asyncio.Protocol):
         self._leave_pool()
 
     def _leave_pool(self) -> None:
-        """If it is idle, have it not used again: the event loop calls `connection_lost` only later."""
+        """If it is idle, have it not used again."""
         if self._on_gone is not None:
             self._on_gone(self)
 

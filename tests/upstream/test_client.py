@@ -503,14 +503,20 @@ async def test_no_more_of_an_answer_is_read_than_is_wanted() -> None:
 
 @pytest.mark.usefixtures("only_direct")
 class Late(direct.DirectClient):
-    """Goes on only when its new connection is lost, as in a process that is busy at that moment."""
+    """Goes on only when its new connection is lost, as in a process that is busy at that moment.
+
+    Or while it is `closing`: when the event loop still has to say that it is lost.
+    """
 
     waits = True
+    closing = False
 
     async def _connected(self, connect_s: float) -> direct._Connection:
         connection = await super()._connected(connect_s)
         with anyio.fail_after(10):
-            while self.waits and not connection._is_lost:
+            while self.waits and not (
+                connection._transport.is_closing() if self.closing else connection._is_lost
+            ):
                 await anyio.lowlevel.checkpoint()
         return connection
 
@@ -518,9 +524,11 @@ class Late(direct.DirectClient):
 ASKED = b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n"
 
 
-async def test_a_connection_that_is_lost_as_soon_as_it_is_made_reached_nobody() -> None:
+@pytest.mark.parametrize("closing", [False, True])
+async def test_a_connection_that_is_lost_as_soon_as_it_is_made_reached_nobody(closing: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = Late(f"http://127.0.0.1:{listener.getsockname()[1]}", None, verify=True)
+        client.closing = closing
 
         def close_one() -> None:
             listener.accept()[0].close()
