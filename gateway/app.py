@@ -512,6 +512,8 @@ class Gateway:
                     jobs.start_soon(part.stop)
             await anyio.lowlevel.checkpoint()  # they return jobs, which is no failure, before the room closes
             await self.console.stop()
+            for listener in self._listeners:
+                listener.close()  # or callers who are told, and connect again, would meet the cut here
             self.applications.end()
             with anyio.move_on_after(TOLD_S):
                 await self.applications.serving.drain()

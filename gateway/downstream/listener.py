@@ -69,6 +69,11 @@ class Listener(uvicorn.Server):
         finally:
             self._ended.set()
 
+    def close(self) -> None:
+        """Accept no more connections; those that there are stay open."""
+        for server in self.servers:
+            server.close()
+
     def cut(self) -> None:
         """Stop now: cancel running requests and close their connections."""
         self.config.timeout_graceful_shutdown = CUT_S

@@ -619,3 +619,27 @@ async def test_draining_finishes_streams_and_refuses_new_work(fleet: Site) -> No
     assert caught.value.code == "draining"
     assert caught.value.response.headers["retry-after"] == "1"
     assert chunks[-1].choices[0].finish_reason == "length"
+
+
+async def test_whoever_is_cut_off_and_connects_again_is_refused_at_once(tmp_path: Path) -> None:
+    lines: list[str] = []
+    begun = anyio.Event()
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as client, anyio.create_task_group() as reading:
+        async with site(tmp_path) as one:
+            url, serving = httpx.URL(one.url), one.gateway.applications.serving
+            body = {"model": "gemma-4", "messages": HELLO, "stream": True}
+            body |= {"max_tokens": 20_000, "ignore_eos": True}
+
+            async def read() -> None:
+                with serving.counted():  # for which the gateway's end waits
+                    async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
+                        async for line in answer.aiter_lines():
+                            lines.append(line)
+                            begun.set()
+                    with pytest.raises(OSError, match="attempts failed"):
+                        await (await anyio.connect_tcp(url.host, url.port or 0)).aclose()
+
+            reading.start_soon(read)
+            await begun.wait()
+
+    assert any("shutting down" in line for line in lines)
