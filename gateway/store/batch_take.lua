@@ -1,5 +1,6 @@
 -- ARGV  lease in ms, how many batches of one owner may be worked at.
--- Returns the oldest batch that nobody works at, with fence, cursor and offset behind it; or nothing.
+-- Returns the oldest batch that nobody works at, with fence, cursor and offset behind it; or nothing. One that only
+-- has to be ended, since it was cancelled or its time is over, may be worked at in addition.
 
 local lease, each_max = unpack(ARGV, OWN_ARGUMENTS)
 local LOOKED_MAX = 10000
@@ -13,7 +14,8 @@ end
 local open = redis.call('ZRANGE', key('batches_open'), 0, LOOKED_MAX - 1)
 local free = {}
 for _, id in ipairs(open) do
-    local owner, taken_until = unpack(redis.call('HMGET', key('batch', id), 'owner', 'until'))
+    local batch = redis.call('HMGET', key('batch', id), 'owner', 'until', 'status', 'expires')
+    local owner, taken_until = batch[1], batch[2]
     if not owner then -- deleted by hand
         redis.call('ZREM', key('batches_open'), id)
     elseif tonumber(taken_until) > now then
@@ -22,11 +24,11 @@ for _, id in ipairs(open) do
         end
         counts[owner] = (counts[owner] or 0) + 1
     else
-        free[#free + 1] = {id, owner}
+        free[#free + 1] = {id, owner, batch[3] == 'cancelling' or tonumber(batch[4]) <= now}
     end
 end
 for _, one in ipairs(free) do
-    if not first and (counts[one[2]] or 0) < tonumber(each_max) then
+    if not first and (one[3] or (counts[one[2]] or 0) < tonumber(each_max)) then
         first = one[1]
     end
 end

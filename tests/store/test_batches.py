@@ -311,6 +311,17 @@ async def test_no_key_takes_all_runners(world: BatchWorld) -> None:
     assert [claim and claim.batch.id for claim in taken] == ["batch_a0", "batch_a1", "batch_b", None]
 
 
+async def test_one_that_only_has_to_be_ended_waits_for_none_of_its_key(world: BatchWorld) -> None:
+    batches = world.open(each_max=1)
+    for number in range(4):
+        await world.batch(batches, id=f"batch_{number}", input_file_id=f"file-{number}")
+    await world.take(batches)
+    await batches.cancel("batch_2")
+    await world.is_due("batch_3")
+    taken = [await batches.take() for _ in range(3)]
+    assert [claim and claim.batch.id for claim in taken] == ["batch_2", "batch_3", None]
+
+
 # ------------------------------------------------------------------ lines
 
 
