@@ -149,12 +149,17 @@ class Prober:
             self._watched[name] = wanted
             if before is None:
                 self._statuses[name] = BackendStatus(since=self._clock.now())
-            elif before.url != backend.url:  # other gateways count its verdicts
-                verdicts = self._statuses[name].verdicts
-                self._statuses[name] = BackendStatus(since=self._clock.now(), verdicts=verdicts)
+            elif before.url != backend.url:
+                self._statuses[name] = self._elsewhere(self._statuses[name])
             self._looks[name] = anyio.Event()
             if self._tasks is not None:
                 self._tasks.start_soon(self._watch, name, wanted, name=f"watch {name}")
+
+    def _elsewhere(self, former: BackendStatus) -> BackendStatus:
+        """Return the status of a backend at a new URL, which its former server's failures do not concern."""
+        # Verdicts are counted on, here and by other gateways: each counts once, though it is repeated.
+        now = self._clock.now()
+        return BackendStatus(since=now, tried_since=now, verdicts=former.verdicts, heard=former.heard)
 
     def _forget(self, name: str) -> None:
         self._watched.pop(name).end()

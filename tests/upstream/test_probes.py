@@ -621,3 +621,25 @@ async def test_what_was_served_is_counted_once(clock: Clock, fake_engine: Engine
         assert fleet.attempts()["a"].served == 2
         await engine.until_asked("/health", engine.asked["/health"] + 3)
         assert fleet.attempts()["a"].served == 2
+
+
+async def test_what_concerns_the_former_url_does_not_count_for_the_new_one(clock: Clock) -> None:
+    nothing: Mapping[str, Any] = {}
+    rules = HealthRules(failures_max=1)
+    prober = Prober({"a": backend("a", "http://127.0.0.1:1")}, rules, clock, secrets=nothing, tls=nothing)
+    told = PeerVerdict("other", Verdict(1, State.EJECTED, "3 requests failed", 30.0))
+    prober.hear("a", told)
+    assert prober.statuses()["a"].state is State.EJECTED
+    started_at = clock.now()
+
+    prober.update({"a": backend("a", "http://127.0.0.1:2")}, rules, secrets=nothing, tls=nothing)
+
+    prober.hear("a", told)  # it is repeated for as long as it holds
+    assert prober.statuses()["a"].state is State.UNKNOWN
+    for outcome in (Outcome.FAILED, Outcome.OK):
+        prober.report("a", outcome, "", started_at)
+        assert prober.statuses()["a"].state is State.UNKNOWN
+    prober.report("a", Outcome.OK, "", clock.now())
+    assert prober.statuses()["a"].state is State.UP
+    prober.report("a", Outcome.FAILED, "status 500", clock.now())
+    assert prober.statuses()["a"].state is State.EJECTED

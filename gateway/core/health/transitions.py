@@ -51,7 +51,7 @@ def advance(status: BackendStatus, event: Event, now: float, rules: HealthRules)
         case SampleFailed(detail):
             return replace(status, metrics_error=detail)
         case Attempt(Outcome.OK):
-            return _attempt_ok(status, now, rules)
+            return _attempt_ok(status, event, now, rules)
         case Attempt():
             return _attempt_not_ok(status, event, now, rules)
         case PeerVerdict(gateway, verdict):
@@ -263,11 +263,11 @@ def _attempt_not_ok(status: BackendStatus, event: Attempt, now: float, rules: He
     return status  # REJECTED, UNFIT, CANCELLED, BUSY: not faults
 
 
-def _attempt_ok(status: BackendStatus, now: float, rules: HealthRules) -> BackendStatus:
+def _attempt_ok(status: BackendStatus, event: Attempt, now: float, rules: HealthRules) -> BackendStatus:
     # One success forgives one failure, so that a busy backend is not ejected for a few failures in a thousand
     # requests, but one that fails most requests is.
     status = replace(status, served=status.served + 1, recent_failures=status.recent_failures[1:])
-    if status.state is State.UNKNOWN:
+    if status.state is State.UNKNOWN and event.started_at >= status.tried_since:
         return _enter(replace(status, was_up=True), State.UP, now, "served a request")
     return _succeeded(status, 1, now, rules)
 

@@ -114,7 +114,8 @@ class BackendStatus:
         verdicts: How many times this process's own requests took it out of service; see `Verdict`.
         is_own_verdict: Whether that is the reason for its current state.
         heard: Per gateway, the number of the last verdict received from it.
-        tried_since: When its last probation began, in monotonic seconds. What was lost before does not count.
+        tried_since: When its last probation began, or it got its URL, in monotonic seconds. What was lost
+            before does not count.
     """
 
     state: State = State.UNKNOWN
