@@ -134,6 +134,8 @@ class Prober:
         for name in set(self._watched) - set(backends):
             self._forget(name)
         for name, backend in backends.items():
+            if name in self._rules and self._rules[name].model != backend.model:
+                self._looks[name].set()  # its window, and what is wrong with it, are those of another model
             self._rules[name] = replace(
                 rules,
                 boot_budget_s=backend.boot_budget_s,
@@ -151,7 +153,7 @@ class Prober:
                 self._statuses[name] = BackendStatus(since=self._clock.now())
             elif before.url != backend.url:
                 self._statuses[name] = self._elsewhere(self._statuses[name])
-            self._looks[name] = anyio.Event()
+            self._looks.setdefault(name, anyio.Event())
             if self._tasks is not None:
                 self._tasks.start_soon(self._watch, name, wanted, name=f"watch {name}")
 

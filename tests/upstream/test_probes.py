@@ -643,3 +643,14 @@ async def test_what_concerns_the_former_url_does_not_count_for_the_new_one(clock
     assert prober.statuses()["a"].state is State.UP
     prober.report("a", Outcome.FAILED, "status 500", clock.now())
     assert prober.statuses()["a"].state is State.EJECTED
+
+
+async def test_another_model_is_looked_for_at_once(clock: Clock, fake_engine: Engines) -> None:
+    nothing: Mapping[str, Any] = {}
+    rules = replace(QUICK, models_every_s=3600.0)
+    async with fake_engine() as engine, probing(watch(clock, engine, rules)) as fleet:
+        await fleet.wait_for(lambda statuses: bool(statuses["a"].served_models))
+        fleet.update({"a": backend("a", engine.url, "other")}, rules, secrets=nothing, tls=nothing)
+        await fleet.wait_for(lambda statuses: statuses["a"].model_error == "serves gemma, not other")
+        fleet.update({"a": backend("a", engine.url)}, rules, secrets={"a": "key"}, tls=nothing)
+        await fleet.wait_for(lambda statuses: statuses["a"].model_error == "")
