@@ -182,7 +182,8 @@ class Reloader:
     async def reread(self) -> Reload:
         """Read the file and apply it, because a signal asks for that. Keys in files are read again, too."""
         try:
-            return await self.apply(await _in_thread(read, self.path), _SIGNAL)
+            async with self._turn:  # not read before: `put` may be about to replace the file
+                return await self._replace(await _in_thread(read, self.path), _SIGNAL, writes=False)
         except OSError as error:
             return self._not_read(error, _SIGNAL)
 

@@ -4,12 +4,13 @@ import errno
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.from_thread
 import anyio.lowlevel
 import anyio.to_thread
 import httpx
@@ -443,6 +444,39 @@ async def test_each_state_of_a_watched_file_is_tried_and_told_of_once(
         assert results[4] == results[6] != "applied"
         assert results[5:] == ["applied", results[4], "applied"]
         tasks.cancel_scope.cancel()
+
+
+async def test_a_signal_that_comes_while_the_file_is_replaced_brings_nothing_former_back(
+    tmp_path: Path,
+) -> None:
+    path = config(
+        tmp_path,
+        {"light-0": ("http://127.0.0.1:9", "h100-tp1-light")},
+        {"light": ["light-0"]},
+        yaml.safe_dump({"models": {"gemma-4": {"classes": CLASSES}}}),
+    )
+    wanted, reloads = path.read_bytes() + b"routing: {attempts_max: 5}\n", list[str]()
+
+    async def put_in_force() -> None:
+        pass
+
+    async def signalled() -> None:
+        tasks.start_soon(reloader.reread)
+        for _ in range(2000):  # time enough to read the file
+            await anyio.lowlevel.checkpoint()
+
+    def prepare(new: Settings) -> Callable[[], Awaitable[None]]:
+        reloads.append(new.version)
+        if len(reloads) == 1:
+            anyio.from_thread.run(signalled)
+        return put_in_force
+
+    reloader = Reloader(load(path, {}), {}, prepare, dict, SystemClock(), lambda found: None)
+    async with anyio.create_task_group() as tasks:
+        await reloader.put(wanted)
+
+    assert reloader.versions[0].source == path.read_bytes() == wanted
+    assert len(reloads) == 2
 
 
 async def test_a_reload_for_which_no_thread_is_left_ends_nothing(
