@@ -149,16 +149,14 @@ class Prober:
             if before is not None:
                 before.end()
             self._watched[name] = wanted
-            if before is None:
-                self._statuses[name] = BackendStatus(since=self._clock.now())
-            elif before.url != backend.url:
-                self._statuses[name] = self._elsewhere(self._statuses[name])
+            if before is None or before.url != backend.url:
+                self._statuses[name] = self._anew(self._statuses.get(name, BackendStatus()))
             self._looks.setdefault(name, anyio.Event())
             if self._tasks is not None:
                 self._tasks.start_soon(self._watch, name, wanted, name=f"watch {name}")
 
-    def _elsewhere(self, former: BackendStatus) -> BackendStatus:
-        """Return the status of a backend at a new URL, which its former server's failures do not concern."""
+    def _anew(self, former: BackendStatus) -> BackendStatus:
+        """Return the status of a backend at a URL that it has not had: nothing of before concerns it."""
         # Verdicts are counted on, here and by other gateways: each counts once, though it is repeated.
         now = self._clock.now()
         return BackendStatus(since=now, tried_since=now, verdicts=former.verdicts, heard=former.heard)

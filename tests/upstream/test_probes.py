@@ -643,6 +643,10 @@ async def test_what_concerns_the_former_url_does_not_count_for_the_new_one(clock
     assert prober.statuses()["a"].state is State.UP
     prober.report("a", Outcome.FAILED, "status 500", clock.now())
     assert prober.statuses()["a"].state is State.EJECTED
+    for subject in ({}, {"a": backend("a", "http://127.0.0.1:3")}):
+        prober.update(subject, rules, secrets=nothing, tls=nothing)
+    prober.report("a", Outcome.OK, "", started_at)
+    assert prober.statuses()["a"].state is State.UNKNOWN
 
 
 async def test_another_model_is_looked_for_at_once(clock: Clock, fake_engine: Engines) -> None:
