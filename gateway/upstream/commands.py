@@ -26,6 +26,9 @@ OUTPUT_BYTES_MAX = 4_000
 LOOK_S = 0.05
 """Interval for checking whether a command has ended."""
 
+DIES_S = 2.0
+"""How long a killed command may take to die. One that waits for a driver or a network disk does not."""
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -66,14 +69,13 @@ async def _ended(command: Command, process: "subprocess.Popen[bytes]") -> str:
                 await anyio.sleep(LOOK_S)
     except anyio.get_cancelled_exc_class():
         if command.dies_with_us:
-            _kill(process)
+            await _kill(process)
         else:
             process.returncode = 0  # left running: its exit status is of no interest
         raise
     if process.returncode is None:
-        is_killed = _kill(process)
-        late = f"took more than {command.timeout_s:g} s"
-        return late if is_killed else f"{late}, and cannot be killed: it runs as another user"
+        late, left = f"took more than {command.timeout_s:g} s", await _kill(process)
+        return f"{late}, and cannot be killed: {left}" if left else late
     return f"exit status {process.returncode}" if process.returncode else ""
 
 
@@ -103,10 +105,10 @@ def _started(command: Command, environ: Mapping[str, str], output: IO[bytes]) ->
     )
 
 
-def _kill(process: "subprocess.Popen[bytes]") -> bool:
+async def _kill(process: "subprocess.Popen[bytes]") -> str:
     """Kill a command and all its child processes in the same session.
 
-    Return whether it is dead; one that runs as another user, as with sudo, is left running.
+    Return why it is left running, as one that runs as another user, as with sudo; "" if it is dead.
     """
     try:
         os.killpg(process.pid, signal.SIGKILL)
@@ -114,9 +116,14 @@ def _kill(process: "subprocess.Popen[bytes]") -> bool:
         pass
     except PermissionError:
         process.returncode = 0  # its exit status is of no interest
-        return False
-    process.wait()
-    return True
+        return "it runs as another user"
+    with anyio.move_on_after(DIES_S, shield=True):
+        while process.poll() is None:  # noqa: ASYNC110
+            await anyio.sleep(LOOK_S)
+    if process.returncode is not None:
+        return ""
+    process.returncode = 0
+    return "it does not die"
 
 
 def _said(output: IO[bytes]) -> list[str]:

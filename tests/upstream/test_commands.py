@@ -102,6 +102,18 @@ async def test_one_that_runs_as_another_user_is_left_running(
     os.kill(pid, signal.SIGKILL)
 
 
+async def test_one_that_does_not_die_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = tmp_path / "child"
+    with monkeypatch.context() as patch:
+        patch.setattr(commands, "DIES_S", 0.1)
+        patch.setattr(os, "killpg", lambda group, number: None)  # as of a process that waits for a driver
+        failure = await run(sh(f"echo $$ > {child}; exec sleep 10", timeout_s=0.5), {})
+    pid = await until_written(child)
+    assert failure == "took more than 0.5 s, and cannot be killed: it does not die"
+    assert is_alive(pid)
+    os.kill(pid, signal.SIGKILL)
+
+
 async def test_nobody_waits_for_a_server_that_it_started(tmp_path: Path) -> None:
     child = tmp_path / "child"
     try:
