@@ -30,8 +30,9 @@ from gateway.upstream.transport import NO_SUCH_PATH, Transport, is_refused, tls_
 log = logging.getLogger("gateway.boxes")
 
 ANSWER_BYTES_MAX = 1_000_000
-IS_IN_S = 3.0
-"""Timeout for checking whether a model is resident."""
+IS_IN_S = 10.0
+"""Timeout for checking whether a model is resident: about what three probes take by default (`health`) until
+a server counts as down. A busy server that is taken for one that is not there is stopped."""
 
 GONE_S = 30.0
 """How long a server may continue to answer after it was stopped."""
