@@ -213,6 +213,15 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_stall_timer()
         super().resume_writing()
 
+    def limit_closing(self) -> None:
+        """If the connection is being closed, limit how long it waits for its caller to read the rest.
+
+        Called periodically: a rest that is too small to fill the write buffer pauses nothing.
+        """
+        is_ending = self.transport.is_closing() and self in self.connections
+        if is_ending and self._stall_timer is None:
+            self._stall_timer = self.loop.call_later(LINGER_S, self._stalled)
+
     def has_long_head(self) -> bool:
         """Return whether the head that is now complete exceeds its limit: it may have come in one piece."""
         if self._head_bytes + self._read_bytes <= HEAD_BYTES_MAX:

@@ -101,7 +101,7 @@ class Listener(uvicorn.Server):
                 await self._cut.wait()
 
     async def on_tick(self, counter: int) -> bool:
-        """Run uvicorn's periodic work, and drop callers whose machines are gone."""
+        """Run uvicorn's periodic work, and drop callers whose machines are gone, or that do not read."""
         if not self._to_look_at and monotonic() - self._looked_at >= tcp.LOOK_S:
             self._looked_at = monotonic()
             self._to_look_at = list(self.server_state.connections)
@@ -109,6 +109,7 @@ class Listener(uvicorn.Server):
         for connection in looked_at:
             if tcp.is_gone(connection.transport):
                 connection.transport.abort()
+            connection.limit_closing()
         return await super().on_tick(counter)
 
     async def wait_ended(self) -> None:

@@ -25,7 +25,7 @@ from support.front import WAYS, Behaviour, Closed, Front, Got, Wire, chat, front
 from support.kernel import keepalive_s, vanish
 from support.loops import on_both_loops
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, answer_of, chunk
-from support.world import DONE, HELLO, LIGHT, ROLE, STOP, Estimates, event
+from support.world import DONE, HELLO, LIGHT, ROLE, STOP, WHOLE, Estimates, event
 
 from gateway.core.usage import Ending
 from gateway.core.values import Waiting
@@ -1139,6 +1139,34 @@ async def test_a_caller_that_asks_on_and_on_and_reads_nothing_is_dropped(
             await caller.send(asking("GET", "/v1/models") * 50)
             await site.eventually(lambda: is_stalled(site) or state.total_requests >= expected)  # noqa: B023
         await site.eventually(lambda: not state.connections)
+        await site.idle()
+
+
+async def test_a_caller_that_leaves_only_little_unread_is_dropped_too(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = 1 << 11
+    monkeypatch.setattr("gateway.downstream.guard.LINGER_S", 0.05)
+    monkeypatch.setattr("gateway.downstream.listener.KEEPALIVE_S", 0.05)
+    monkeypatch.setattr("gateway.downstream.listener.TICK_S", 0.02)
+    monkeypatch.setattr("gateway.tcp.LOOK_S", 0.0)
+    sizes = ((socket.SOL_SOCKET, name, few) for name in (socket.SO_RCVBUF, socket.SO_SNDBUF))
+    monkeypatch.setattr("gateway.tcp.KEEPALIVE", tuple(sizes))
+    whole = WHOLE.replace(b"hello", b"x" * 40_000)
+
+    async def answer(stream: SocketStream, _: dict[str, Any]) -> None:
+        await stream.send(answer_of(whole))
+
+    async with front(way, answer) as site:
+        with socket.socket() as stream:
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, few)  # before it connects: its window
+            stream.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(stream, ("127.0.0.1", site.port))
+            await loop.sock_sendall(stream, post())
+            await site.eventually(lambda: unread(site) > 0)
+            assert not is_stalled(site)  # too little for that
+            await site.eventually(lambda: not site.listener.server_state.connections)
         await site.idle()
 
 
