@@ -166,6 +166,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.abort()
         elif self.has_long_head():
             self._refuse_head()
+        elif not self.parser.should_upgrade() and not _has_path(self.url):
+            self._refuse(InvalidRequest("The request's target is no URL with a path."))
         elif not self.parser.should_upgrade():
             super().on_headers_complete()
             self.headers = []  # for trailers; those of the head are the request's
@@ -346,3 +348,11 @@ class GuardedProtocol(HttpToolsProtocol):
         lines += [b"%b: %b\r\n" % pair for pair in (*headers, (b"connection", b"close"))]
         self.transport.write(b"".join((*lines, b"\r\n", body)))
         self.transport.close()
+
+
+def _has_path(target: bytes) -> bool:
+    """Return whether a request's target is a URL with a path: without one, uvicorn fails."""
+    try:
+        return httptools.parse_url(target).path is not None
+    except httptools.HttpParserInvalidURLError:
+        return False

@@ -85,6 +85,10 @@ async def test_an_ordinary_request_passes() -> None:
             b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n+5\r\nhello\r\n0\r\n\r\n",
             id="+5",
         ),
+        pytest.param(b"GET http://x HTTP/1.1\r\nhost: x\r\n\r\n", id="no-path"),
+        pytest.param(b"GET http://x:99999/ HTTP/1.1\r\nhost: x\r\n\r\n", id="no-port"),
+        pytest.param(b"GET http:// HTTP/1.1\r\nhost: x\r\n\r\n", id="no-url"),
+        pytest.param(b"GET /%b HTTP/1.0\r\n\r\n" % (b"a" * 65_535), id="too-long-for-a-url"),
     ],
 )
 async def test_what_is_not_a_request_is_refused_in_the_one_shape(request_: bytes) -> None:
