@@ -46,13 +46,16 @@ class BodyReceiver(asyncio.BufferedProtocol):
     def body(self) -> bytes:
         """Hand over the complete body without copying it: no other view of the buffer exists any more.
 
-        It is not kept here: uvloop keeps this protocol's methods until the connection closes.
+        It is not kept here: uvloop keeps this protocol's methods, and so its object, until the connection
+        closes.
         """
         file, self._file = self._file, BytesIO()
         return file.getvalue()
 
     def end(self) -> None:
-        """Stop receiving."""
+        """Stop receiving. An incomplete body is dropped now; see `body` for what keeps this object."""
+        if self._left:
+            self._file = BytesIO()
         self._uploads.reserved_bytes -= self._size
         self._size = 0
         self._left = memoryview(b"")

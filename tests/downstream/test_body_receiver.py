@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import tracemalloc
 from contextlib import suppress
 
 import anyio
@@ -131,6 +132,22 @@ async def test_a_long_body_that_does_not_come_is_given_up(way: str) -> None:
         assert await caller.is_closed()
         await site.idle()
         assert site.watched.reserved_bytes == ([0] if way == "direct" else [])  # as soon as it was given up
+
+
+async def test_what_was_set_aside_for_a_body_that_does_not_come_is_free_before_its_connection_ends() -> None:
+    async with front("direct", limits=BodyLimits(within_s=0.2)) as site, site.caller() as caller:
+        tracemalloc.start()
+        try:
+            got = await caller.ask(post(b" " * 20_000, length=20_000_000))
+            await site.idle()
+            held, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+
+        assert got.code == "request_timeout"
+        assert most > 20_000_000
+        assert held < 5_000_000
+        assert site.listener.server_state.connections  # it waits for the caller to close it
 
 
 async def test_long_bodies_have_a_bound_together(way: str) -> None:
