@@ -195,7 +195,7 @@ def job_limits(capacity: Capacity, most: Load, wanted: Load, rules: JobRoom) -> 
 
 def _below(bound_s: float | None, wanted: Load) -> int:
     """Return the limit on `prefill_ms` that admits any prompt while less than the bound is outstanding."""
-    return UNLIMITED if bound_s is None else round(1000 * bound_s) - 1 + wanted.prefill_ms
+    return UNLIMITED if bound_s is None else max(1, round(1000 * bound_s)) - 1 + wanted.prefill_ms
 
 
 COUNTERS: Mapping[str, Exclusion] = {

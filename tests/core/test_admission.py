@@ -214,6 +214,13 @@ def test_prompt_work_outstanding_is_bounded(
     assert verdict(Gates(prefill_s=0.6), Load(prefill_ms=outstanding_ms), 1_000, prefill_s) is reason
 
 
+def test_a_bound_of_less_than_a_millisecond_admits_a_prompt_to_an_idle_server() -> None:
+    gates = Gates(prefill_s=0.0001)
+
+    assert verdict(gates, Load(), 1_000, 5.0) is None
+    assert verdict(gates, Load(prefill_ms=1), 1_000, 5.0) is Exclusion.PREFILL_BUSY
+
+
 def test_prompt_work_ends_with_the_first_token() -> None:
     claim = admission.claim(WIDE, demand(50_000), Gates(), 20.0)
 
