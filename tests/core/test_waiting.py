@@ -527,6 +527,26 @@ def test_a_class_that_is_alone_in_its_pool_takes_all_along_when_the_pool_changes
     assert site.start(0.3) == ["a", "b"]
 
 
+@pytest.mark.parametrize("how", ["missed", "left"])
+def test_an_offer_that_is_open_when_its_class_moves_costs_nothing_if_it_is_not_taken(how: str) -> None:
+    other = TrafficClass("other", ("push",), waiting=LONG.waiting)
+    site = Site()
+    site.enter("other", key="c", traffic_class=other)
+    site.start()
+    site.enter("offered", key="a", traffic_class=PATIENT, prompt=50_000)
+    assert [offer.ticket.id for offer in site.turn().offers] == ["offered"]
+    site.policy = replace(site.policy)  # as after a reload
+    moved = replace(PATIENT, pools=("push",))
+    site.enter("b", 0.1, key="b", traffic_class=moved)
+    if how == "missed":
+        site.line.missed("offered", ["light"], 0.1)
+    site.line.leave("offered")
+    site.enter("a", 0.2, key="a", traffic_class=moved)
+    site.enter("b-2", 0.3, key="b", traffic_class=moved)
+
+    assert [one.id for one in site.line.waiters(0.3)] == ["b", "a", "b-2"]
+
+
 def test_who_comes_after_a_reload_is_not_kept_where_one_of_before_it_is() -> None:
     site = Site()
     site.enter("running")

@@ -253,6 +253,7 @@ class Shares:
         self._finish: dict[str | None, float] = {}  # tags above `_virtual` of keys with nothing queued
         self._finish_max = FINISH_SPARE  # with more of them, those that `_virtual` has reached are dropped
         self._virtual = 0.0
+        self._heir: Shares | None = None  # the account that has taken over the charges of this one
 
     def __contains__(self, key: str | None) -> bool:
         return key in self._tags
@@ -289,7 +290,7 @@ class Shares:
         return max(self._virtual, self._finish.get(key, 0.0)) if tag is None else tag.tag
 
     def charge(self, key: str | None, cost: float) -> float:
-        """Charge a start to a key (a negative cost undoes one). Return the key's tag before the charge."""
+        """Charge a start to a key. Return the key's tag before the charge."""
         begin = self.begin(key)
         tag = self._tags.get(key)
         if tag is None:
@@ -323,8 +324,16 @@ class Shares:
 
     def absorb(self, other: "Shares") -> None:
         """Take over the charges of another account."""
+        other._heir = self
         for key, tag in other._finish.items():
             self.charge_elsewhere(key, tag - other._virtual)
+
+    def uncharge(self, key: str | None, cost: float) -> None:
+        """Undo a charge for a start that did not happen, wherever its charges have gone since."""
+        shares = self
+        while shares._heir is not None:
+            shares = shares._heir
+        shares.charge(key, -cost)
 
     def advance(self, tag: float) -> None:
         """Advance the virtual time, at which new keys begin, to the tag of an entry that has started."""

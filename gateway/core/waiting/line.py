@@ -41,7 +41,7 @@ class _Offered:
     tag: float
 
     def uncharge(self) -> None:
-        self.shares.charge(self.entry.ticket.key, -self.entry.cost)
+        self.shares.uncharge(self.entry.ticket.key, self.entry.cost)
 
 
 class WaitingLine:
