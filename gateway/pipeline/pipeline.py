@@ -138,7 +138,7 @@ class Pipeline:
         self._deadlines: Deadlines | None = None  # of the event loop in which requests run
         self._newest = policy()
         self._members_of: dict[tuple[str, ...], Mapping[str, Backend]] = {}  # by pools, for the newest policy
-        self._backends = dict(self._newest.backends)  # including removed ones, which are draining
+        self._backends: Mapping[str, Backend] = self._newest.backends
         self.watch = watch
         self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock)
         watch.on_share_raised(self.room.look)
@@ -209,10 +209,9 @@ class Pipeline:
     def policy_changed(self) -> None:
         """Apply a new policy: queued requests are decided again, requests in flight continue.
 
-        Backends that the new policy removes receive no further requests.
+        Backends that the new policy removes are forgotten, and receive no further requests.
         """
-        kept = {name: replace(backend, drain=True) for name, backend in self._backends.items()}
-        self._backends = kept | dict(self._policy().backends)
+        self._backends = self._policy().backends
         self.room.redecide()
 
     def serving(self) -> Serving:
@@ -444,7 +443,7 @@ class Pipeline:
         held = self._prefixes.held(request.prefixes)
         if policy is not self._newest:
             self._newest = policy
-            self._backends.update(policy.backends)
+            self._backends = policy.backends
             self._members_of.clear()
         line = self.room.line
 

@@ -1,5 +1,6 @@
 """One request through the pipeline, with scripted backends. Every test ends with nothing in flight."""
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -1117,6 +1118,21 @@ async def test_who_waits_is_told_when_all_its_backends_have_been_removed(world: 
     world.policy = before
     for slot in held:
         await world.ledger.release(slot)
+
+
+async def test_backends_that_left_are_not_looked_at_for_ever(world: World) -> None:
+    before = world.policy
+    for number in range(5):
+        gone = replace(POLICY.backends["light-0"], id=f"gone-{number}")
+        world.policy = replace(before, backends={**before.backends, gone.id: gone})
+        world.pipeline.policy_changed()
+    del gone
+    world.policy = before
+    world.pipeline.policy_changed()
+    gc.collect()
+
+    kept = [one.id for one in gc.get_objects() if isinstance(one, Backend) and one.id.startswith("gone-")]
+    assert kept == []
 
 
 async def test_a_decision_sees_what_others_take_of_a_backend(world: World) -> None:
