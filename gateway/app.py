@@ -141,7 +141,7 @@ class Gateway:
         self.upstream = DirectUpstream(backends.values(), secrets=secrets, tls=tls)
         self.estimator = open_estimator(settings.vocab)
         parts.say_how_it_counts(self.estimator)
-        drift, line, self.counts = DriftTracker(), WaitingLine(), CountTracker()
+        line, self.counts, self.drift = WaitingLine(), CountTracker(), DriftTracker()
         watch = BackendWatch(lambda: self.policy, self.ledger, self.clock)
         self.board = parts.board(settings, self.name)
         self.jobs = parts.jobs(settings)
@@ -165,7 +165,7 @@ class Gateway:
             backends=lambda: self.policy.backends,
             loads=self.ledger.loads,
             statuses=self.fleet.statuses,
-            drifts=drift.drifts,
+            drifts=self.drift.drifts,
             count_drifts=self.counts.drifts,
             snapshots=watch.snapshots,
             waiting=line.waiting,
@@ -199,7 +199,7 @@ class Gateway:
             fleet=self.fleet,
             upstream=self.upstream,
             prefixes=MemoryPrefixIndex(),
-            drift=drift,
+            drift=self.drift,
             counts=self.counts,
             watch=watch,
             line=line,
@@ -337,6 +337,7 @@ class Gateway:
         for name, backend in self.policy.backends.items():
             if name not in policy.backends or policy.backends[name].url != backend.url:
                 self.counts.forget(name)
+                self.drift.forget(name)
         self.settings, self.policy = settings, policy
         parts.tell_policy(self.decisions, settings, policy)
         self.keys.replace(digests)

@@ -90,6 +90,10 @@ class DriftTracker:
                 per_image = (actual_tokens - text_tokens) / images
                 seen.images.append((expected, _budget(per_image, expected)))
 
+    def forget(self, backend_id: str) -> None:
+        """Discard the answers of a backend that has left, or is another server now."""
+        self._seen.pop(backend_id, None)
+
     def drift(self, backend_id: str) -> Drift:
         """Return the current drift of a backend."""
         seen = self._seen.get(backend_id, _Seen())
