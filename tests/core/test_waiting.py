@@ -18,6 +18,7 @@ from gateway.core.values import (
     Demand,
     Exclusion,
     Gates,
+    JobRoom,
     KneeStep,
     Load,
     Modalities,
@@ -972,6 +973,37 @@ def test_a_chat_does_not_spill_while_a_document_waits_there() -> None:
     assert site.line.long_waiting() == {}
     assert site.start(0.2) == ["chat"]
     assert site.taken["chat"][0] == "push"
+
+
+@pytest.mark.parametrize(("reserve", "started"), [(0.125, ["chat"]), (0.0, [])])
+def test_a_long_job_that_waits_keeps_spills_out_only_where_jobs_leave_nothing_free(
+    reserve: float, started: list[str]
+) -> None:
+    site = Site()
+    steps = (KneeStep(16_000, 24), KneeStep(None, 3))
+    push = site.backends["push"] = replace(site.backends["push"], capacity=Capacity(262_144, steps))
+    pool = Pool("push", ("push",), gates=Gates(), jobs=JobRoom(reserve=reserve))
+    site.policy = replace(
+        site.policy,
+        pools={**site.policy.pools, "push": pool},
+        backends={**site.policy.backends, "push": push},
+    )
+    documents = replace(LONG, name="documents")
+    site.enter("running", traffic_class=CHAT)
+    site.start()
+    for name in ("document-0", "document-1"):
+        site.enter(name, traffic_class=documents, prompt=50_000)
+        site.start()
+        site.answered(name)
+    site.loads["push"] += Load(1, admission.WHOLE // 24)
+    site.enter("job", traffic_class=LONG, prompt=50_000, is_job=True)
+    assert site.start() == []
+
+    site.enter("chat", 0.1, traffic_class=CHAT)
+
+    assert site.start(0.1) == started
+    site.line.leave("job")
+    assert site.line.long_waiting() == {}
 
 
 def test_what_is_waited_for_is_every_backend_that_those_who_wait_may_go_to() -> None:

@@ -203,7 +203,8 @@ class Line(RuleBasedStateMachine):
         waiting = [ticket for ticket, _ in self.waiting.values() if ticket.id not in offered]
         assert len(self.line) == len(waiting)
         assert sum(self.line.waiting().values()) == len(waiting)
-        long_ones = sum(1 for ticket in waiting if ticket.is_long and "push" in ticket.first_pool)
+        callers = [ticket for ticket in waiting if not ticket.demand.is_job]
+        long_ones = sum(1 for ticket in callers if ticket.is_long and "push" in ticket.first_pool)
         assert self.line.long_waiting().get("push", 0) == long_ones
 
     @invariant()

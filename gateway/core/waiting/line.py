@@ -103,7 +103,10 @@ class WaitingLine:
         return frozenset(found)
 
     def long_waiting(self) -> Mapping[str, int]:
-        """Return the number of queued long prompts, here and elsewhere, per backend of their first pool."""
+        """Return the number of queued long prompts, here and elsewhere, per backend of their first pool.
+
+        Jobs do not count where they leave room for others.
+        """
         if not self._long_waiting and not self._long_elsewhere:
             return _NONE_WAITING
         return summed((self._long_waiting, self._long_elsewhere))
@@ -411,6 +414,8 @@ class WaitingLine:
 
     def _count_long(self, entry: Entry, change: int) -> None:
         ticket = entry.ticket
+        if ticket.demand.is_job and ticket.policy.pools[ticket.traffic_class.pools[0]].jobs.reserve:
+            return  # jobs leave room for others there, so one that waits does not keep these from spilling
         for name in ticket.first_pool:
             if name in ticket.failed:  # it waits for the other backends
                 continue
