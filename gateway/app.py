@@ -338,6 +338,7 @@ class Gateway:
             if name not in policy.backends or policy.backends[name].url != backend.url:
                 self.counts.forget(name)
                 self.drift.forget(name)
+                self.pipeline.watch.forget(name)
         self.settings, self.policy = settings, policy
         parts.tell_policy(self.decisions, settings, policy)
         self.keys.replace(digests)

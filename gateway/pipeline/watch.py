@@ -177,6 +177,10 @@ class BackendWatch:
             watched, backend, slot, demand, self._clock.now, is_visible=is_visible, is_spill=is_spill
         )
 
+    def forget(self, backend_id: str) -> None:
+        """Discard what was measured on a backend, because it is another server now."""
+        self._watched.pop(backend_id, None)
+
     def share_max(self, backend_id: str) -> int:
         """Return how much of a backend's knee may be used, in millionths.
 

@@ -142,20 +142,21 @@ async def test_a_backend_that_joins_serves_and_one_that_leaves_is_left_alone(gat
     assert raw.headers["x-gateway-backend"] == "light-1"
 
 
-async def test_what_a_server_counted_says_nothing_of_the_one_in_its_place(gateway: Site) -> None:
-    drifts = gateway.gateway.drift.drifts
+async def test_what_is_known_of_a_server_says_nothing_of_the_one_in_its_place(gateway: Site) -> None:
+    drifts, measured = gateway.gateway.drift.drifts, gateway.gateway.pipeline.watch.snapshots
     alone = without(written(gateway), "light-1", "light-2")
     await put(gateway, alone)
     await gateway.openai().chat.completions.create(**ASK, max_tokens=2)
     await put(gateway, alone | {"routing": {"attempts_max": 2}})
-    assert set(drifts()) == {"light-0"}
+    assert set(drifts()) == set(measured()) == {"light-0"}
 
     (settings,) = alone["backends"].values()
     other = settings | {"url": gateway.backends["light-1"].url}
     answer = await put(gateway, alone | {"backends": {"light-0": other}})
 
     assert answer.status_code == 200, answer.text
-    assert drifts() == {}
+    assert not drifts()
+    assert not measured()
 
 
 async def test_whoever_waits_is_decided_anew(gateway: Site) -> None:
