@@ -410,10 +410,9 @@ class _Connection(asyncio.Protocol):
     @property
     def is_reusable(self) -> bool:
         """Whether the answer is complete and the connection can serve another request."""
-        is_over = self._is_complete and self._keeps_alive and not self._is_spoiled
-        return (
-            is_over and not self._is_lost and not self._parts and not self._transport.get_write_buffer_size()
-        )
+        is_over = self._is_complete and self._keeps_alive and not self._is_spoiled and not self._parts
+        is_open = not self._is_lost and not self._transport.is_closing()
+        return is_over and is_open and not self._transport.get_write_buffer_size()
 
     def abort(self) -> None:
         """Close it immediately."""

@@ -786,6 +786,28 @@ async def test_a_kept_connection_is_not_used_between_what_nobody_asked_for_and_i
 
 
 @pytest.mark.usefixtures("only_direct")
+async def test_a_connection_that_is_being_closed_is_not_kept() -> None:
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(answer_of(b"{}"))
+        await is_read.wait()
+        await stream.send(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n\r\n")
+
+    is_read = anyio.Event()
+    async with raw_server(answer) as server:
+        client = direct.DirectClient(server.url, None, verify=True)
+        connection = await client.ask(ASKED, b"", 5.0)
+        assert await whole(connection) == b"{}"
+        is_read.set()  # its caller has yet to read the answer, and holds the connection
+        with anyio.fail_after(10):
+            while not connection._transport.is_closing():
+                await anyio.lowlevel.checkpoint()
+
+        assert not client.take_back(connection)
+
+        await client.aclose()
+
+
+@pytest.mark.usefixtures("only_direct")
 async def test_a_backend_that_stopped_before_it_was_asked_is_not_lost_because_of_the_request() -> None:
     async def answer(stream: SocketStream, _: int) -> None:
         await stream.send(answer_of(b"{}"))
