@@ -329,10 +329,10 @@ class Attempt:
         ready = reader.feed(data)
         if ready:
             self._context.chunks += 1
-        if reader.is_done:
-            self._await_more()
-        else:
+        if not reader.is_done:
             self._deadline.at = self._now() + self._idle_s
+        elif not self._is_relayed:  # what follows `[DONE]` gets no more time
+            self._await_more()
         return ready
 
     @property

@@ -1056,6 +1056,30 @@ async def test_a_caller_that_does_not_read_holds_its_backend_and_nothing_is_lost
         assert site.taken == (2 if way == "direct" else 0)
 
 
+async def test_what_a_backend_still_sends_behind_done_keeps_nobody_waiting(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.pipeline.attempt.END_OF_BODY_S", 0.2)
+
+    async def go_on(stream: SocketStream, _: dict[str, Any]) -> None:
+        await stream.send(STREAM_HEAD + chunk(ROLE))
+        for piece in (HELLO, STOP, DONE):
+            await stream.send(chunk(piece))
+        with suppress(anyio.BrokenResourceError):
+            while True:  # as a proxy does that keeps the connection alive
+                await stream.send(chunk(b": keep-alive\n\n"))
+                await anyio.lowlevel.checkpoint()
+
+    async with front(way, go_on) as site, site.caller() as caller:
+        with anyio.fail_after(10):
+            got = await caller.ask(post(chat(stream=True)))
+
+        assert got.is_whole
+        assert got.body == served_to_public(ROLE + HELLO + STOP + DONE)
+        await site.idle()
+        assert [one.ending for one in site.notes.requests] == [Ending.COMPLETED]
+
+
 async def test_a_caller_that_does_not_read_holds_its_backend_token_by_token_too(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
