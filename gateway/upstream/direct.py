@@ -525,6 +525,7 @@ class _Connection(asyncio.Protocol):
         if self._is_headed and not self._is_complete and not self._is_framed:
             self._is_complete = True  # an answer delimited by the end of the connection
             self._keeps_alive = False
+            self._wake()  # `connection_lost` is called only when the rest of the request is written
         elif not self._is_asked:
             self._is_lost = True  # the event loop calls `connection_lost` only later
 

@@ -642,6 +642,31 @@ async def test_an_answer_that_comes_before_the_body_was_read_is_an_answer() -> N
         tasks.cancel_scope.cancel()
 
 
+@pytest.mark.usefixtures("only_direct")
+async def test_such_an_answer_may_end_where_its_side_of_the_connection_does() -> None:
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        with (await loop.sock_accept(listen))[0] as connection:
+            await loop.sock_recv(connection, 10)
+            await loop.sock_sendall(connection, b"HTTP/1.0 413 Too Much\r\n\r\nno")
+            await is_read.wait()
+            connection.shutdown(socket.SHUT_WR)
+            await anyio.sleep_forever()
+
+    is_read = anyio.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listen:
+        listen.setblocking(False)
+        url = f"http://127.0.0.1:{listen.getsockname()[1]}"
+        async with client_of(url) as (upstream, target), anyio.create_task_group() as tasks:
+            tasks.start_soon(serve)
+            with anyio.fail_after(10):
+                async with upstream.open(replace(target, body=bytes(30_000_000)), Timeouts()) as response:
+                    assert await response.read() == b"no"
+                    is_read.set()
+                    assert await response.read() == b""
+            tasks.cancel_scope.cancel()
+
+
 async def test_a_body_that_is_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_clients, "WRITE_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listen:
