@@ -1,5 +1,6 @@
 """Explains where a request would go and why, offline or by asking a running gateway, for the terminal."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from gateway.tokenizer import open_estimator
 from gateway.what_if import Explanation
 
 TIMEOUT_S = 15.0
+PIPED_WIDTH = 250  # names are not broken if the output is not a terminal
 
 
 class NotAnswered(Exception):
@@ -127,7 +129,7 @@ _SCORES = {"spare knee": "spare_knee", "speed": "speed", "affinity": "prefix_aff
 
 def show(found: Mapping[str, Any], console: Console | None = None) -> None:
     """Print an explanation, given as JSON, for people."""
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
     decision = found["decision"]
     estimate, demand = decision["estimate"], decision["demand"]
     console.print(
@@ -166,7 +168,7 @@ def _table(candidates: list[Mapping[str, Any]]) -> Table:
         shown["slow context"] = "slow_context"
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("", "backend", "pool", "score", *shown, "why not"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")  # replicas differ in the last letter of their names
     for position, candidate in enumerate(candidates, 1):
         backend, pool = escape(candidate["backend"]), escape(candidate["pool"])
         if candidate["excluded"] is not None:

@@ -163,6 +163,28 @@ def test_explain_shows_what_a_slow_length_costs() -> None:
     assert "slow context" not in run("explain", "--config", DEMO, "-", stdin=json.dumps(CHAT)).stdout
 
 
+def test_explain_shows_whole_names(tmp_path: Path) -> None:
+    names = [f"rack-17-unit-03-production-in-eu-central-1-replica-{letter}" for letter in "ab"]
+    backends = {
+        name: {"url": f"http://127.0.0.1:{port}", "profile": "generic"}
+        for port, name in enumerate(names, 9001)
+    }
+    classes = [{"class": "chat", "pools": ["all-the-replicas-in-eu-central-1"]}]
+    file = tmp_path / "gateway.yaml"
+    document = {
+        "tokenizer": "approximate",
+        "backends": backends,
+        "pools": {"all-the-replicas-in-eu-central-1": names},
+        "models": {"gemma-4": {"classes": classes}},
+    }
+    file.write_text(json.dumps(document))
+
+    shown = run("explain", "--config", str(file), "-", stdin=json.dumps(CHAT)).stdout
+
+    for name in names:
+        assert [line for line in shown.splitlines() if f"{name}  all-the-replicas-in-eu-central-1 " in line]
+
+
 def test_explain_for_programs() -> None:
     body = {**CHAT, "messages": [{"role": "user", "content": "river " * 20_000}], "priority": 3}
 
