@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -50,7 +51,7 @@ async def explain(
     finally:
         estimator.close()
     found = what_if.decided(policy, incoming.request, estimate, deciding.idle(policy))
-    return Explanation(found.classes, found.decision, tuple(incoming.dropped), policy.version)
+    return replace(found, dropped=tuple(incoming.dropped))
 
 
 def ask(

@@ -17,6 +17,7 @@ from gateway.core.values import (
     Estimate,
     Policy,
     Request,
+    TrafficClass,
 )
 from gateway.downstream import wire
 from gateway.downstream.explain_routes import Question, RequestForgotten
@@ -31,6 +32,10 @@ from gateway.telemetry.journal import Journal
 from gateway.threads import beside
 
 _NOW = Arrival("req-explained", 0.0, 0.0)
+_QUEUED = (
+    "Its class has a `queue`: it runs as a job, which waits in the queue for as long as it takes, "
+    "and starts where jobs may (`jobs` of the pool)."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +55,12 @@ class Outlook:
         waiting: Number of waiting requests of its class.
         expected_wait_s: Expected wait at the measured rate, 0 if nobody is waiting; None if the rate is
             unknown.
-        max_wait_s: How long its class lets a request wait.
+        max_wait_s: How long its class lets a request wait; None: for as long as it takes, as a job.
     """
 
     waiting: int
     expected_wait_s: float | None
-    max_wait_s: float
+    max_wait_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +146,12 @@ def decided(
         )
         for one in model.classes
     ]
-    return Explanation(tuple(verdicts), decision, policy=policy.version)
+    notes = (_QUEUED,) if _is_queued(traffic_class, request) else ()
+    return Explanation(tuple(verdicts), decision, policy=policy.version, notes=notes)
+
+
+def _is_queued(traffic_class: TrafficClass, request: Request) -> bool:
+    return traffic_class.queue is not None and request.endpoint is Endpoint.CHAT
 
 
 class WhatIf:
@@ -188,13 +198,7 @@ class WhatIf:
             if isinstance(error, RequestForgotten):
                 raise
             return Refusal(error.status, error.code, error.message)
-        decision = found.decision
-        return replace(
-            found,
-            fleet="live",
-            changes=changes,
-            outlook=self._outlook(policy, decision.model, decision.traffic_class),
-        )
+        return replace(found, fleet="live", changes=changes)
 
     async def _anew(self, settings: Settings, policy: Policy, question: Question) -> Explanation:
         incoming = read(
@@ -208,8 +212,8 @@ class WhatIf:
         model = deciding.model_of(policy, request.model)
         estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
         views, notes = self._views(policy, self._pipeline.prefix_shares(request.prefixes))
-        found = decided(policy, request, estimate, views)
-        return replace(found, dropped=tuple(incoming.dropped), notes=notes)
+        found = self._decided(policy, request, estimate, views)
+        return replace(found, dropped=tuple(incoming.dropped), notes=(*found.notes, *notes))
 
     def _again(self, policy: Policy, request_id: str) -> Explanation:
         record = self._journal.find(request_id)
@@ -217,8 +221,14 @@ class WhatIf:
             raise RequestForgotten("That request is no longer kept, or too little of it to decide it again.")
         request = record.asked.request(record.key)
         views, notes = self._views(policy, _held(record.decision))
-        found = decided(policy, request, record.asked.estimate, views)
-        return replace(found, notes=(*self._unkept(policy, request), *notes))
+        found = self._decided(policy, request, record.asked.estimate, views)
+        return replace(found, notes=(*found.notes, *self._unkept(policy, request), *notes))
+
+    def _decided(
+        self, policy: Policy, request: Request, estimate: Estimate, views: Mapping[str, BackendView]
+    ) -> Explanation:
+        found = decided(policy, request, estimate, views)
+        return replace(found, outlook=self._outlook(policy, request, found.decision))
 
     def _views(
         self, policy: Policy, held: Mapping[str, float]
@@ -252,9 +262,10 @@ class WhatIf:
             notes.append(f"Headers that the policy in force has no conditions on are not kept: {names}.")
         return notes
 
-    def _outlook(self, policy: Policy, model: str, traffic_class: str) -> Outlook:
-        classes = deciding.model_of(policy, model).classes
-        (most_s,) = (one.waiting.longest_wait_s for one in classes if one.name == traffic_class)
+    def _outlook(self, policy: Policy, request: Request, decision: Decision) -> Outlook:
+        model, traffic_class = decision.model, decision.traffic_class
+        (its,) = (one for one in deciding.model_of(policy, model).classes if one.name == traffic_class)
+        most_s = None if _is_queued(its, request) else its.waiting.longest_wait_s
         line = self._pipeline.room.line
         waiting = line.waiting().get((model, traffic_class), 0)
         if not waiting:

@@ -1030,3 +1030,20 @@ async def test_the_answer_outlives_the_gateway_that_was_killed(tmp_path: Path, s
     assert completion.id == first.id
     assert completion.choices[0].finish_reason == "length"
     assert any(said(completion))
+
+
+async def test_explain_says_that_a_chat_is_queued_without_a_longest_wait(gateway: Site) -> None:
+    chat = {"model": "gemma-4", "messages": [{"role": "user", "content": "hi"}], "reasoning_effort": "high"}
+    thought = {"model": "gemma-4", "prompt": "hi", "reasoning_effort": "high"}
+    questions: list[dict[str, Any]] = [{"request": chat}, {"request": thought, "completions": True}]
+    async with httpx.AsyncClient(base_url=gateway.admin_url, trust_env=False) as http:
+        queued, direct = [
+            (await http.post("/admin/explain", json={**question, "key": "a"})).json()
+            for question in questions
+        ]
+
+    assert queued["decision"]["traffic_class"] == "reasoning"
+    assert queued["outlook"]["max_wait_s"] is None
+    assert "runs as a job" in queued["notes"][0]
+    assert direct["outlook"]["max_wait_s"] > 0
+    assert not direct["notes"]
