@@ -49,7 +49,7 @@ def _may_be_filled_in(schema: dict[str, Any]) -> None:
         _may_be_filled_in(one)
     pattern, types = schema.get("pattern", ""), schema.get("type", [])
     types = [types] if isinstance(types, str) else types
-    if not _FIGURES.isdisjoint(types) and "string" not in types:
+    if not _FIGURES.isdisjoint(types) and "string" not in types and "enum" not in schema:
         schema.update(type=[*types, "string"], pattern=FILLED_IN)
     elif pattern and "${" not in pattern.replace("\\", ""):
         schema["pattern"] = f"{pattern}|{FILLED_IN}"

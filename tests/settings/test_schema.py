@@ -87,6 +87,7 @@ def test_short_forms_and_long_ones_are_in_the_schema(plain: str, change: tuple[s
         pytest.param(("9001,", "9001, limits: {kv_budget: 2},"), id="out-of-range"),
         pytest.param(("9001,", "9001, limits: {knee_seqs: 1000},"), id="a-knee-out-of-range"),
         pytest.param(("light: {url", "li ght: {url"), id="name"),
+        pytest.param(("class: image,", "class: image, priority: yes,"), id="priority"),
         pytest.param(("http://", "ftp://"), id="scheme"),
         pytest.param(("[push]\n", "[]\n"), id="empty-pool"),
         pytest.param(('">= 16000"', '"many"'), id="comparison"),
@@ -98,9 +99,12 @@ def test_short_forms_and_long_ones_are_in_the_schema(plain: str, change: tuple[s
         ),
     ],
 )
-def test_what_the_loader_refuses_an_editor_marks(plain: str, change: tuple[str, str]) -> None:
+def test_what_the_loader_refuses_an_editor_marks(
+    checked: Callable[..., CheckReport], plain: str, change: tuple[str, str]
+) -> None:
     bent = plain.replace(*change, 1)
     assert bent != plain
+    assert not checked(bent).ok
     with pytest.raises(jsonschema.ValidationError):
         validator().validate(yaml.safe_load(bent))
 
@@ -116,6 +120,14 @@ FILLED_IN = [
         ("pools: [push]}", "pools: [push], waiting: {when_late: '${WORD}', max_wait_s: '${SHARE}'}}"),
         id="a-word-of-several",
     ),
+    pytest.param(
+        (
+            "models:",
+            "boxes: {b: {default: light, backends: {light: {sleep: {level: '${LEVEL}'}},"
+            " push: {sleep: {}}}}}\nmodels:",
+        ),
+        id="a-number-of-several",
+    ),
 ]
 
 
@@ -126,6 +138,7 @@ def test_what_is_filled_in_by_the_loader_is_no_mistake_to_an_editor(
     bent = plain.replace(*change, 1)
     assert bent != plain
     known = {"KNEE": "4", "SHARE": "0.5", "FLAG": "true", "NAME": "image", "LONG": ">= 9", "WORD": "demote"}
+    known["LEVEL"] = "2"
     assert checked(bent, known).ok
     validator().validate(yaml.safe_load(bent))
 

@@ -1,14 +1,14 @@
 """Machines on which models take turns: `boxes`."""
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import BeforeValidator, field_validator, model_validator
 
 from gateway.core.box import BoxRules
 from gateway.core.canary import Canary
 from gateway.core.swap_policy import SwapRules, Trigger
-from gateway.settings.fields import Command, Positive, Seconds, Section, Slug, Text, Url
+from gateway.settings.fields import Command, Positive, Seconds, Section, Slug, Text, Url, number
 
 _TRIGGER, _SWAPS, _CANARY = Trigger(), SwapRules("", {}), Canary()
 _BOX = BoxRules(_SWAPS)
@@ -81,10 +81,15 @@ class HttpSection(Section):
     """Seconds a request may take. Some agents answer only once the model is up."""
 
 
+def _level(written: Any) -> Any:
+    """Return a level from `${VAR}`, which is text, as a number."""
+    return int(written) if written in ("1", "2") else number(written)
+
+
 class SleepSection(Section):
     """vLLM's sleep mode: the server keeps running, its memory is freed. Needs VLLM_SERVER_DEV_MODE=1."""
 
-    level: Literal[1, 2] = 1
+    level: Annotated[Literal[1, 2], BeforeValidator(_level)] = 1
     """1 keeps the weights in host memory; 2 reloads them on wake-up, and frees more on unified memory."""
 
     timeout_s: Seconds = 60.0

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from gateway.core.values import RetryPolicy, TemplateCosts, TrafficClass, Waiting, Weights
 from gateway.settings.fields import (
@@ -18,6 +18,7 @@ from gateway.settings.fields import (
     Slug,
     Text,
     Weight,
+    number,
 )
 
 _COSTS = TemplateCosts()
@@ -113,7 +114,7 @@ class ClassSection(Section):
     output_reserve_tokens: Positive = _CLASS.output_reserve_tokens
     """Output tokens to plan for when the caller gives no `max_tokens`."""
 
-    priority: int = _CLASS.priority
+    priority: Annotated[int, BeforeValidator(number)] = _CLASS.priority
     """Among waiting classes, the higher goes first."""
 
     waiting: WaitingSection = WaitingSection()
