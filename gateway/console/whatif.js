@@ -47,14 +47,19 @@ function choose(kind) {
   for (const part of at("question").querySelectorAll("[data-for]")) part.hidden = part.dataset.for !== kind;
 }
 
+let read = "";
+
+/** Shows the policy in force to edit, or an edit that was begun. */
 async function showPolicy() {
+  const box = at("policy");
   at("policy-box").hidden = !at("edit").checked;
-  if (!at("edit").checked || at("policy").value) return;
+  if (!at("edit").checked || (box.value && box.value !== read)) return;
   try {
-    at("policy").value = await ask("admin/config");
+    box.value = await ask("admin/config");
   } catch (error) {
-    at("policy").value = `# ${error.message}`;
+    box.value = `# ${error.message}`;
   }
+  read = box.value; // with its own line ends
 }
 
 function question() {

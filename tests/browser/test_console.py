@@ -219,6 +219,23 @@ async def test_all_of_it_works_by_keyboard(bench: Bench) -> None:
     assert await bench.page.js(focused) == first
 
 
+async def test_a_policy_that_nobody_has_edited_is_read_again(bench: Bench) -> None:
+    await bench.page.click("#edit")
+    await bench.page.until("document.querySelector('#policy').value.includes('16000')")
+    await bench.page.click("#edit")
+    changed = f"{await config(bench)}\n# second edition\n"
+    async with httpx.AsyncClient(base_url=bench.site.admin_url, trust_env=False) as http:
+        answer = await http.put("/admin/config", content=changed, headers={"if-match": "*"})
+    assert answer.status_code == 200, answer.text
+
+    await bench.page.click("#edit")
+    await bench.page.until("document.querySelector('#policy').value.includes('second edition')")
+    await edit(bench, ".replace('second', 'third')")
+    await bench.page.click("#edit")
+    await bench.page.click("#edit")
+    assert await bench.page.js("document.querySelector('#policy').value.includes('third edition')")
+
+
 async def test_another_policy_has_another_winner(bench: Bench) -> None:
     before = await config(bench)
     request_id = await bench.chat()
