@@ -362,6 +362,16 @@ async def test_a_watched_file_that_stays_away_is_told_of_once(
     assert caplog.text.count("cannot be read") == 1
 
 
+def unserved(folder: Path) -> Path:
+    """Write a file with a backend that nobody serves."""
+    return config(
+        folder,
+        {"light-0": ("http://127.0.0.1:9", "h100-tp1-light")},
+        {"light": ["light-0"]},
+        yaml.safe_dump({"models": {"gemma-4": {"classes": CLASSES}}}),
+    )
+
+
 class Growing(type(Path())):  # type: ignore[misc]
     """A file that is written anew whenever it is opened, with what is left of `contents`."""
 
@@ -377,12 +387,7 @@ async def test_a_watched_file_that_is_still_being_written_is_not_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reload, "LOOK_S", 0.0)
-    path = config(
-        tmp_path,
-        {"light-0": ("http://127.0.0.1:9", "h100-tp1-light")},
-        {"light": ["light-0"]},
-        yaml.safe_dump({"models": {"gemma-4": {"classes": CLASSES}}}),
-    )
+    path = unserved(tmp_path)
     started, growing, applied = load(path, {}), Growing(path), anyio.Event()
     half = path.read_text() + "routing: {attempts_max: 4}\n"
     growing.contents = [half, half + "allowed_origins: [https://a.example]\n"]
@@ -423,12 +428,7 @@ async def test_each_state_of_a_watched_file_is_tried_and_told_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reload, "LOOK_S", 0.0)
-    path = config(
-        tmp_path,
-        {"light-0": ("http://127.0.0.1:9", "h100-tp1-light")},
-        {"light": ["light-0"]},
-        yaml.safe_dump({"models": {"gemma-4": {"classes": CLASSES}}}),
-    )
+    path = unserved(tmp_path)
     started, looked_at, results = load(path, {}), LookedAt(path), list[str]()
 
     async def put_in_force() -> None:
@@ -466,12 +466,7 @@ async def test_each_state_of_a_watched_file_is_tried_and_told_of_once(
 async def test_a_signal_that_comes_while_the_file_is_replaced_brings_nothing_former_back(
     tmp_path: Path,
 ) -> None:
-    path = config(
-        tmp_path,
-        {"light-0": ("http://127.0.0.1:9", "h100-tp1-light")},
-        {"light": ["light-0"]},
-        yaml.safe_dump({"models": {"gemma-4": {"classes": CLASSES}}}),
-    )
+    path = unserved(tmp_path)
     wanted, reloads = path.read_bytes() + b"routing: {attempts_max: 5}\n", list[str]()
 
     async def put_in_force() -> None:
