@@ -382,7 +382,7 @@ class _Connection(asyncio.Protocol):
             _Stale: it was kept alive, and closed before or while the request was written.
             UpstreamLost, UpstreamFailed, UpstreamTimeout: as `ports.Upstream.open`.
         """
-        if self._is_lost:
+        if self._is_ending():
             raise _Stale(was_sent=False)
         self._begin()
         if len(body) < APART_BYTES:
@@ -411,8 +411,11 @@ class _Connection(asyncio.Protocol):
     def is_reusable(self) -> bool:
         """Whether the answer is complete and the connection can serve another request."""
         is_over = self._is_complete and self._keeps_alive and not self._is_spoiled and not self._parts
-        is_open = not self._is_lost and not self._transport.is_closing()
-        return is_over and is_open and not self._transport.get_write_buffer_size()
+        return is_over and not self._is_ending() and not self._transport.get_write_buffer_size()
+
+    def _is_ending(self) -> bool:
+        """Return whether it can serve no request. The event loop calls `connection_lost` only later."""
+        return self._is_lost or self._transport.is_closing()
 
     def abort(self) -> None:
         """Close it immediately."""
@@ -526,15 +529,14 @@ class _Connection(asyncio.Protocol):
             self._is_complete = True  # an answer delimited by the end of the connection
             self._keeps_alive = False
             self._wake()  # `connection_lost` is called only when the rest of the request is written
-        elif not self._is_asked:
-            self._is_lost = True  # the event loop calls `connection_lost` only later
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_lost = True
         if self._error is None:
             self._error = self._loss()
             self._error.__cause__ = exc
-        self._leave_pool()
+        if self._on_gone is not None:
+            self._on_gone(self)
         self.resume_writing()
         self._wake()
 
@@ -649,12 +651,6 @@ class _Connection(asyncio.Protocol):
     def _fail(self, error: Exception) -> None:
         self._error = error
         self._transport.abort()
-        self._leave_pool()
-
-    def _leave_pool(self) -> None:
-        """If it is idle, have it not used again."""
-        if self._on_gone is not None:
-            self._on_gone(self)
 
     async def _news(self) -> None:
         """Wait until data arrives or the connection is lost."""
