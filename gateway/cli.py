@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, ClassVar, NoReturn, TypeVar
@@ -126,25 +127,25 @@ def check(config: Path, as_json: bool) -> None:
     from gateway import settings
 
     report = settings.check(config)
-    problems = (*report.problems, *_store_faults(report.settings))
+    report = replace(report, problems=(*report.problems, *_store_faults(report.settings)))
     warnings = (*report.warnings, *_vocabulary_faults(report.settings))
     if as_json:
         found = {
-            "ok": not problems,
-            "problems": [str(problem) for problem in problems],
+            "ok": report.ok,
+            "problems": [str(problem) for problem in report.problems],
             "warnings": [str(warning) for warning in warnings],
             "summary": list(report.summary),
         }
         click.echo(json.dumps(found, indent=2))
     else:
-        for problem in problems:
+        for problem in report.problems:
             click.echo(f"{click.style('error', fg='red')}: {problem}")
         for warning in warnings:
             click.echo(f"{click.style('warning', fg='yellow')}: {warning}")
         for line in report.summary:
             click.echo(line)
-        click.echo(f"{len(problems)} problem(s)" if problems else "ok")
-    sys.exit(USAGE if problems else 0)
+        click.echo("ok" if report.ok else f"{len(report.problems)} problem(s)")
+    sys.exit(0 if report.ok else USAGE)
 
 
 def _vocabulary_faults(settings: "Settings | None") -> "Iterator[Problem]":
