@@ -90,7 +90,7 @@ class DirectProtocol(GuardedProtocol):
 
     def on_headers_complete(self) -> None:
         """Intercept the request, or leave it to ASGI."""
-        head = self._head_of_a_chat()
+        head = None if self.has_refused() else self._head_of_a_chat()
         if head is None:
             super().on_headers_complete()
             return

@@ -159,8 +159,8 @@ class DirectCall(HttpDownstream):
     """A chat on its connection: both the `Call`, and the `ports.Downstream` of its answer.
 
     Attributes:
-        response_complete, keep_alive, disconnected, message_event: The attributes of a request cycle that
-            uvicorn's protocol uses.
+        response_complete, keep_alive, disconnected, message_event, more_body: The attributes of a request
+            cycle that uvicorn's protocol and its subclasses use. `more_body`: its body may prove invalid.
         is_begun: Whether answering has begun.
         scope: Encloses `answer`; cancelled when the caller leaves meanwhile.
         parts, received: The received parts of the body, and their size.
@@ -173,6 +173,7 @@ class DirectCall(HttpDownstream):
     response_complete = False
     keep_alive = True
     disconnected = False
+    more_body = False
     is_begun = False
     received = 0
     receiver: BodyReceiver | None = None

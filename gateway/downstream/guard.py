@@ -80,6 +80,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stalled_at = 0.0  # when the write buffer became full
         self._rest_timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None  # the request being answered
+        self._refusal: GatewayError | None = None  # follows the answers to the requests before it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept a connection, or reject it if there are too many."""
@@ -117,7 +118,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes; close the connection if a head exceeds its limit."""
-        if self.transport.is_closing():
+        if self.has_refused():
             return
         self._has_ended = False
         self._read_bytes = len(data)
@@ -126,7 +127,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._read_without_upgrade(data[self._rest_at :])
             return
         # If a request has ended within this data, all of it may belong to that request: it is not counted.
-        if self._is_in_head and not self._has_ended and not self.transport.is_closing():
+        if self._is_in_head and not self._has_ended and not self.has_refused():
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
                 self._refuse_head()
@@ -142,6 +143,10 @@ class GuardedProtocol(HttpToolsProtocol):
             and self._rest_timer is None
             and not self.transport.is_closing()
         )
+
+    def has_refused(self) -> bool:
+        """Return whether what is received is discarded, because of what came before."""
+        return self._refusal is not None or self.transport.is_closing()
 
     def on_message_begin(self) -> None:
         """Start a request."""
@@ -159,6 +164,8 @@ class GuardedProtocol(HttpToolsProtocol):
         its bytes may come from a third party. So such a head is parsed again without the upgrade.
         """
         self.head_is_complete()
+        if self.has_refused():
+            return
         if self._is_overfull or len(self.pipeline) >= PIPELINED_MAX:
             # What follows is added to the last of the requests that will never run.
             self._is_overfull = True
@@ -184,14 +191,14 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Process a part of a body, unless its request was rejected."""
         self._is_in_head = False
-        if not self.transport.is_closing():
+        if not self.has_refused():
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         """End a request, unless it was rejected or is being parsed again."""
         self._is_in_head, self._has_ended = False, True
         self._stop_rest_timer()  # it may have been answered early
-        if not self.transport.is_closing() and not self._wants_upgrade:
+        if not self.has_refused() and not self._wants_upgrade:
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -199,6 +206,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
         uvicorn would read on after every answer, however many requests are waiting.
         """
+        if self._refusal is not None and not self.pipeline and not self.transport.is_closing():
+            self._write_refusal(self._refusal)
         super().on_response_complete()
         if self.pipeline:
             self.flow.pause_reading()
@@ -341,7 +350,21 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refuse(HeadTooLarge(f"The request's headers are longer than {HEAD_BYTES_MAX} bytes."))
 
     def _refuse(self, error: GatewayError) -> None:
+        """Reject what was received: the latest request's body, or what came behind that request.
+
+        What came behind requests that are still being answered is answered after them.
+        """
         self._stop_timer()
+        latest = self.cycle
+        is_first = not self.pipeline and (latest is None or latest.response_complete or latest.more_body)
+        if is_first:
+            self._write_refusal(error)
+            return
+        self._refusal = error
+        if latest.more_body:  # it waits for the answers before it
+            self.pipeline.popleft()
+
+    def _write_refusal(self, error: GatewayError) -> None:
         body = envelope(error)
         lines = [STATUS_LINE[error.status]]
         headers = [pair for pair in headers_of(error, body) if pair[0] != b"connection"]

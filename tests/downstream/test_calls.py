@@ -396,14 +396,41 @@ async def test_a_row_that_is_longer_than_may_wait_is_answered_in_its_order(way: 
         assert [one["user"].partition(" ")[0] for one in asked(site)] == [str(one) for one in range(40)]
 
 
-async def test_what_is_not_a_request_behind_one_ends_the_connection(way: str) -> None:
-    async with front(way) as site, site.caller() as caller:
-        await caller.send(post() + b"nonsense\r\n\r\n")
+NOT_REQUESTS = {
+    "no head": (b"nonsense\r\n\r\n", 400),
+    "no path": (b"GET http://host HTTP/1.1\r\nHost: h\r\n\r\n", 400),
+    "a proxy's": (b"CONNECT host:1 HTTP/1.1\r\nHost: h\r\n\r\n", 400),
+    "a long head": (post(chat(), "X: " + 70_000 * "x"), 431),
+    "no chunks": (post(b"zz\r\n", "Transfer-Encoding: chunked", length=None), 400),
+}
+
+
+@pytest.mark.parametrize(("nonsense", "status"), NOT_REQUESTS.values(), ids=NOT_REQUESTS)
+@pytest.mark.parametrize("before", [0, 1, 2])
+async def test_what_is_not_a_request_ends_the_connection_behind_the_answers_before_it(
+    way: str, before: int, nonsense: bytes, status: int
+) -> None:
+    is_over = anyio.Event()
+
+    async def answer_slowly(stream: SocketStream, _: dict[str, Any]) -> None:
+        await stream.send(STREAM_HEAD + chunk(ROLE + HELLO))
+        await is_over.wait()
+        await stream.send(chunk(STOP) + chunk(DONE) + LAST_CHUNK)
+
+    async with front(way, answer_slowly) as site, site.caller() as caller:
+        await caller.send(before * post(chat(stream=True)) + nonsense + post(chat(user="hidden")))
+        if before:
+            head = await caller.head()
+            is_over.set()
+            assert (await caller.rest_of(head)).is_whole
+        for _ in range(1, before):
+            assert (await caller.answer()).is_whole
         got = await caller.answer()
 
-        assert (got.status, got.header("connection")) == (400, "close")
+        assert (got.status, got.header("connection")) == (status, "close")
         assert await caller.is_closed()
         await site.idle()
+        assert len(site.backend.requests) == before
 
 
 async def test_a_caller_may_wait_to_be_told_to_go_on(way: str) -> None:
