@@ -525,10 +525,13 @@ class _Connection(asyncio.Protocol):
         self._wake()
 
     def eof_received(self) -> None:
+        # `connection_lost` is called only when the rest of the request is written, which may be never.
         if self._is_headed and not self._is_complete and not self._is_framed:
             self._is_complete = True  # an answer delimited by the end of the connection
             self._keeps_alive = False
-            self._wake()  # `connection_lost` is called only when the rest of the request is written
+            self._wake()
+        elif self._is_asked:
+            self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_lost = True

@@ -642,13 +642,18 @@ async def test_an_answer_that_comes_before_the_body_was_read_is_an_answer() -> N
         tasks.cancel_scope.cancel()
 
 
-@pytest.mark.usefixtures("only_direct")
-async def test_such_an_answer_may_end_where_its_side_of_the_connection_does() -> None:
+@asynccontextmanager
+async def ending_unread(answer: bytes) -> AsyncIterator[tuple[str, anyio.Event]]:
+    """Run a server that answers, reads nothing more, and ends its side of the connection at the event.
+
+    Yields its URL and the event.
+    """
+
     async def serve() -> None:
         loop = asyncio.get_running_loop()
         with (await loop.sock_accept(listen))[0] as connection:
             await loop.sock_recv(connection, 10)
-            await loop.sock_sendall(connection, b"HTTP/1.0 413 Too Much\r\n\r\nno")
+            await loop.sock_sendall(connection, answer)
             await is_read.wait()
             connection.shutdown(socket.SHUT_WR)
             await anyio.sleep_forever()
@@ -656,15 +661,50 @@ async def test_such_an_answer_may_end_where_its_side_of_the_connection_does() ->
     is_read = anyio.Event()
     with socket.create_server(("127.0.0.1", 0)) as listen:
         listen.setblocking(False)
-        url = f"http://127.0.0.1:{listen.getsockname()[1]}"
-        async with client_of(url) as (upstream, target), anyio.create_task_group() as tasks:
+        async with anyio.create_task_group() as tasks:
             tasks.start_soon(serve)
             with anyio.fail_after(10):
-                async with upstream.open(replace(target, body=bytes(30_000_000)), Timeouts()) as response:
-                    assert await response.read() == b"no"
-                    is_read.set()
-                    assert await response.read() == b""
+                yield f"http://127.0.0.1:{listen.getsockname()[1]}", is_read
             tasks.cancel_scope.cancel()
+
+
+@pytest.mark.usefixtures("only_direct")
+async def test_such_an_answer_may_end_where_its_side_of_the_connection_does() -> None:
+    async with (
+        ending_unread(b"HTTP/1.0 413 Too Much\r\n\r\nno") as (url, is_read),
+        client_of(url) as (upstream, target),
+        upstream.open(replace(target, body=bytes(30_000_000)), Timeouts()) as response,
+    ):
+        assert await response.read() == b"no"
+        is_read.set()
+        assert await response.read() == b""
+
+
+@pytest.mark.usefixtures("only_direct")
+async def test_such_an_answer_may_also_break_off_there() -> None:
+    async with (
+        ending_unread(b"HTTP/1.1 413 Too Much\r\nContent-Length: 9\r\n\r\nno") as (url, is_read),
+        client_of(url) as (upstream, target),
+        upstream.open(replace(target, body=bytes(30_000_000)), Timeouts()) as response,
+    ):
+        assert await response.read() == b"no"
+        is_read.set()
+        with pytest.raises(UpstreamFailed, match="broke"):
+            await response.read()
+
+
+@pytest.mark.usefixtures("only_direct")
+@pytest.mark.parametrize(
+    ("answer", "error"), [(b"", UpstreamLost), (b"HTTP/1.1 413 Too", UpstreamFailed)], ids=["no", "half a"]
+)
+async def test_a_backend_that_ends_its_side_before_the_head_of_an_answer_has_failed(
+    answer: bytes, error: type[Exception]
+) -> None:
+    async with ending_unread(answer) as (url, is_read), client_of(url) as (upstream, target):
+        is_read.set()
+        with pytest.raises(error):
+            async with upstream.open(replace(target, body=bytes(30_000_000)), Timeouts()):
+                pass
 
 
 async def test_a_body_that_is_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
