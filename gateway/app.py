@@ -339,6 +339,8 @@ class Gateway:
                 self.counts.forget(name)
                 self.drift.forget(name)
                 self.pipeline.watch.forget(name)
+        if self._store is not None:
+            self._store.keep_only(policy.backends)
         self.settings, self.policy = settings, policy
         parts.tell_policy(self.decisions, settings, policy)
         self.keys.replace(digests)

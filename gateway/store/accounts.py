@@ -6,7 +6,7 @@ surplus (settle.lua). This module implements the rest. No I/O.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import anyio
 
@@ -54,9 +54,10 @@ class Account:
         news: Set when capacity becomes free, and replaced by a new event.
     """
 
-    def __init__(self, backend: str) -> None:
-        """Start with nothing."""
+    def __init__(self, backend: str, numbers: Iterator[int]) -> None:
+        """Start with nothing. `numbers`: rising; the server ignores an order after a larger number."""
         self.backend = backend
+        self._numbers = numbers
         self.others = self.others_kept = self.kept = _NOTHING
         self.keeps = self.is_wanted = self.says_it_waits = False
         self.is_looked_at = self.is_due = self.is_under_way = False
@@ -66,7 +67,7 @@ class Account:
         self._is_fresh = False  # whether it was settled since the last tick
         self.news = anyio.Event()
         self._ceiling = _NONE
-        self._number = self._version = 0
+        self._version = 0
         self._deaf = 0
         self._settled_at = self._deaf_until = 0.0
         self._peak = self._peak_before = self._ticks = 0
@@ -109,6 +110,11 @@ class Account:
         """Return whether the server's count for this process is out of date."""
         return not used.is_within(self.kept) or (not self.keeps and used != self.kept)
 
+    def is_empty(self, used: Load) -> bool:
+        """Return whether nothing is held, asked for or to be told."""
+        is_busy = self.is_due or self.is_under_way or self.asked or self.told or self.waiters
+        return not is_busy and not self.keeps and used == self.kept == _NOTHING
+
     def tick(self, used: Load) -> bool:
         """Advance by one tick. Return whether to contact the server."""
         self._ticks += 1
@@ -136,10 +142,10 @@ class Account:
         if not may_keep:
             kept = used
         self.is_wanted, self.placed = False, 0
-        self._ceiling, self._number, self.is_under_way = ceiling, self._number + 1, True
+        self._ceiling, self.is_under_way = ceiling, True
         self.says_it_waits = waits
         return Order(
-            self._number,
+            next(self._numbers),
             used,
             kept,
             ceiling,

@@ -94,6 +94,10 @@ class FallbackLedger:
         """Return what this process has in flight, by backend."""
         return self._shared.held()
 
+    def keep_only(self, backends: Collection[str]) -> None:
+        """Forget all other backends, each as soon as nothing is held there."""
+        self._shared.keep_only(backends)
+
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         """See `ports.Ledger.acquire`. While alone, `limits` are divided by the number of replicas."""
         if self.mode is Mode.SHARED:

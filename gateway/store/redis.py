@@ -28,6 +28,7 @@ Invariants, per backend and counter, with their reasons:
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from itertools import count
 from time import monotonic
 
 import anyio
@@ -132,6 +133,8 @@ class RedisLedger:
         self._own = MemoryLedger(f"{self.owner}:")
         self._own.on_freed(self.tell)
         self._accounts: dict[str, Account] = {}
+        self._numbers = count(1)  # of orders; those of a new account must follow those of a dropped one
+        self._kept: Collection[str] | None = None
         self._waited_for: Collection[str] = frozenset()
         self._under_way: set[asyncio.Task[None]] = set()
         self._is_listening = self._is_away = False
@@ -163,6 +166,10 @@ class RedisLedger:
     def held(self) -> Mapping[str, Load]:
         """Return what this process has in flight, by backend."""
         return self._own.held()
+
+    def keep_only(self, backends: Collection[str]) -> None:
+        """Drop the accounts of all other backends, each as soon as nothing is held there."""
+        self._kept = backends
 
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         """See `ports.Ledger.acquire`."""
@@ -291,6 +298,13 @@ class RedisLedger:
                 break
             await self._settle_all(behind)
         self._is_away = False
+        self._drop_unkept()
+
+    def _drop_unkept(self) -> None:
+        kept = self._accounts if self._kept is None else self._kept
+        for name, account in tuple(self._accounts.items()):
+            if name not in kept and account.is_empty(self._own.load(name)):
+                del self._accounts[name]
 
     def _count(self, replicas: int, now: float) -> None:
         # After an outage of any length, Redis knows only the processes that have reported since.
@@ -322,7 +336,7 @@ class RedisLedger:
     def _account(self, backend_id: str) -> Account:
         account = self._accounts.get(backend_id)
         if account is None:
-            account = self._accounts[backend_id] = Account(backend_id)
+            account = self._accounts[backend_id] = Account(backend_id, self._numbers)
         return account
 
     async def _ask(self, account: Account, claim: Load, limits: Load) -> Slot | Exclusion:

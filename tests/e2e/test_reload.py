@@ -127,6 +127,26 @@ async def test_no_policy_is_worked_out_on_the_event_loop(
     assert threading.get_ident() not in threads
 
 
+async def test_nothing_is_asked_of_the_store_about_a_backend_that_left(
+    tmp_path: Path, store: RedisServer
+) -> None:
+    async with site(
+        tmp_path,
+        fleet=simulated(FLEET),
+        pools={"light": list(FLEET)},
+        models={"gemma-4": {"classes": CLASSES}},
+        store={"url": store.url},
+        jobs={},
+        reload={"watch": False},
+    ) as gateway:
+        ledger = gateway.gateway.ledger
+        await gateway.openai().chat.completions.create(**ASK)
+        await gateway.eventually(lambda: set(ledger.loads()) == set(FLEET))
+
+        assert (await put(gateway, without(written(gateway), "light-1"))).status_code == 200
+        await gateway.eventually(lambda: set(ledger.loads()) == {"light-0", "light-2"})
+
+
 async def test_a_backend_that_joins_serves_and_one_that_leaves_is_left_alone(gateway: Site) -> None:
     before = written(gateway)
     assert (await put(gateway, without(before, "light-1", "light-2"))).status_code == 200

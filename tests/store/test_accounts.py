@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def reply(**changes: Any) -> Reply:
 
 async def with_surplus(claim: Load = CLAIM) -> Account:
     """Return an account with five slots, of which one is used."""
-    account = Account("b")
+    account = Account("b", count(1))
     await ordered(account, claim=claim)
     account.settled(reply(), 100.0)
     return account
@@ -77,9 +78,9 @@ async def test_what_is_freed_is_kept_where_there_may_be_surplus_of_it(name: str)
 
 
 async def test_surplus_stays_below_the_limits_by_room_for_one_more() -> None:
-    order = await ordered(Account("b"))
+    order = await ordered(Account("b", count(1)))
     assert order.ceiling == EIGHT
-    order = await ordered(Account("b"), claim=replace(LIMITS, share=UNLIMITED))
+    order = await ordered(Account("b", count(1)), claim=replace(LIMITS, share=UNLIMITED))
     assert order.ceiling == Load(0, 0, 0, 0, 0, 0)
 
 
@@ -135,7 +136,7 @@ async def test_the_server_is_behind_if_it_counts_anything_else_than_the_use_or_a
 
 
 async def test_the_server_is_asked_again_by_who_is_looked_at_or_has_surplus() -> None:
-    account = Account("b")
+    account = Account("b", count(1))
     assert not account.tick(NOTHING)
     account.is_looked_at = True
     assert account.tick(NOTHING)
@@ -148,7 +149,7 @@ async def test_the_server_is_asked_again_by_who_is_looked_at_or_has_surplus() ->
 
 
 async def test_those_that_do_not_give_back_are_not_waited_for_until_later() -> None:
-    account = Account("b")
+    account = Account("b", count(1))
     account.settled(reply(keeping=2), 100.0)
     assert account.may_find_more(100.0)
     account.not_given_back(101.0)
@@ -159,7 +160,7 @@ async def test_those_that_do_not_give_back_are_not_waited_for_until_later() -> N
 
 
 async def test_what_is_told_twice_counts_once() -> None:
-    account = Account("b")
+    account = Account("b", count(1))
     account.settled(reply(version=7, others=FIVE), 100.0)
     account.heard(Freed("b", "other", 7, CLAIM))  # the reply was later
     assert account.others == FIVE
@@ -175,7 +176,7 @@ async def test_what_is_told_twice_counts_once() -> None:
 
 @pytest.mark.parametrize("name", ["others", "others_kept"])
 async def test_capacity_that_nobody_told_of_is_noticed(name: str) -> None:
-    account = Account("b")
+    account = Account("b", count(1))
     assert not account.settled(reply(**{name: FIVE}), 100.0)
     assert not account.settled(reply(**{name: FIVE}), 100.0)
     assert account.settled(reply(**{name: CLAIM}), 100.0)

@@ -421,6 +421,27 @@ async def test_a_backend_that_nobody_uses_leaves_no_keys(store: Store, connect: 
             pass
 
 
+async def test_a_backend_that_was_removed_is_settled_only_while_something_is_held_there(
+    store: Store, connect: Connect
+) -> None:
+    ledger = connect(store)
+    slot = await take(ledger)
+    ledger.keep_only({"other"})
+
+    await ledger.sync()
+    assert list(ledger.loads()) == ["b"]
+    assert await store.sums() == CLAIM
+    await ledger.release(slot)
+    await ledger.sync()
+    assert not ledger.loads()
+
+    ledger.keep_only({"b"})  # which has returned
+    await take(ledger)
+    await ledger.sync()
+    assert list(ledger.loads()) == ["b"]
+    assert await store.sums() == await store.added() == CLAIM
+
+
 # ------------------------------------------------------------------ lost
 
 
