@@ -118,11 +118,13 @@ def _starts(found: Mapping[str, Any]) -> bool:
 
 def _waited_for(found: Mapping[str, Any]) -> list[str]:
     """Return the backends that cannot take the request now and are worth waiting for."""
-    return [
-        candidate["backend"]
+    excluded = {
+        candidate["backend"]: Exclusion(candidate["excluded"])
         for candidate in found["decision"]["candidates"]
-        if candidate["excluded"] is not None and Exclusion(candidate["excluded"]).is_busy
-    ]
+        if candidate["excluded"] is not None
+    }
+    is_queued = found.get("is_queued", False)  # older gateways do not say so
+    return [name for name, why in excluded.items() if why.is_busy or (is_queued and not why.is_permanent)]
 
 
 _SCORES = {"spare knee": "spare_knee", "speed": "speed", "affinity": "prefix_affinity"}

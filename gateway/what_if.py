@@ -76,6 +76,7 @@ class Explanation:
         outlook: The queue in front of it; None on an idle fleet.
         changes: Differences of that configuration from the one in force.
         notes: Limits of this explanation, in sentences.
+        is_queued: Whether the request is a job served in place, which also waits for a backend that is away.
     """
 
     classes: tuple[ClassVerdict, ...]
@@ -86,6 +87,7 @@ class Explanation:
     outlook: Outlook | None = None
     changes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    is_queued: bool = False
 
     def as_json(self) -> str:
         """Encode as JSON."""
@@ -146,8 +148,9 @@ def decided(
         )
         for one in model.classes
     ]
-    notes = (_QUEUED,) if _is_queued(traffic_class, request) else ()
-    return Explanation(tuple(verdicts), decision, policy=policy.version, notes=notes)
+    is_queued = _is_queued(traffic_class, request)
+    notes = (_QUEUED,) if is_queued else ()
+    return Explanation(tuple(verdicts), decision, policy=policy.version, notes=notes, is_queued=is_queued)
 
 
 def _is_queued(traffic_class: TrafficClass, request: Request) -> bool:

@@ -185,6 +185,29 @@ def test_explain_shows_whole_names(tmp_path: Path) -> None:
         assert [line for line in shown.splitlines() if f"{name}  all-the-replicas-in-eu-central-1 " in line]
 
 
+@pytest.mark.parametrize("repeated", [1, 400_000], ids=["fits", "fits nowhere"])
+@pytest.mark.parametrize("queue", [None, {}], ids=["in the process", "as a job"])
+def test_explain_of_a_request_whose_backends_are_away(tmp_path: Path, queue: object, repeated: int) -> None:
+    document = {
+        "tokenizer": "approximate",
+        "backends": {"spark": {"url": "http://127.0.0.1:9001", "profile": "generic", "drain": True}},
+        "pools": {"slow": ["spark"]},
+        "models": {"gemma-4": {"classes": [{"class": "reasoning", "pools": ["slow"], "queue": queue}]}},
+        "store": {"url": "redis://127.0.0.1:1"},
+        "jobs": {},
+    }
+    file = tmp_path / "gateway.yaml"
+    file.write_text(json.dumps(document))
+    body = {**CHAT, "messages": [{"role": "user", "content": "river " * repeated}]}
+
+    result = run("explain", "--config", str(file), "-", stdin=json.dumps(body))
+
+    waits = queue is not None and repeated == 1
+    assert result.exit_code == (0 if waits else 1), result.output
+    assert ("waits for spark" in result.output) is waits
+    assert ("nowhere" in result.output) is not waits
+
+
 def test_explain_for_programs() -> None:
     body = {**CHAT, "messages": [{"role": "user", "content": "river " * 20_000}], "priority": 3}
 
