@@ -83,7 +83,7 @@ def read(files: Sequence[Path]) -> Log:
             raise Unusable(f"{file}: {error.strerror}") from error
     if not entries:
         names = ", ".join(map(str, files))
-        said = f" ({len(broken)} broken lines, the first is {_place(broken[0])})" if broken else ""
+        said = f" (broken lines: {len(broken)}; the first is {_place(broken[0])})" if broken else ""
         raise Unusable(f"{names}: there are no requests in it{said}")
     entries = [_as_it_came(entry, policies) for entry in entries]
     entries.sort(key=lambda entry: entry.past.at)

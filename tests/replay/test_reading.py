@@ -73,8 +73,8 @@ def test_a_compressed_file_is_read_like_any_other(written: Written) -> None:
     [
         (b"", r"log: there are no requests in it$"),
         (b"\n\n", r"log: there are no requests in it$"),
-        (b"nonsense\nmore\n", r"log: there are no requests in it \(2 broken lines, the first is .*log:1\)"),
-        (gzip.compress(b"x" * 100, mtime=0), r"there are no requests in it \(1 broken lines"),
+        (b"nonsense\nmore\n", r"log: there are no requests in it \(broken lines: 2; the first is .*log:1\)"),
+        (gzip.compress(b"x" * 100, mtime=0), r"there are no requests in it \(broken lines: 1;"),
         (gzip.compress(b"x" * 100, mtime=0)[:-9], r"log: it is compressed, and damaged: .*end-of-stream"),
         (gzip.compress(b"x" * 100, mtime=0)[:12] + b"x" * 30, r"log: it is compressed, and damaged: "),
         (b'{"v":2,"kind":"request"}\n', r"log:1: this log has a newer format; .* formats up to 1"),
