@@ -7,11 +7,14 @@ Therefore a request counts only once against a backend, however often it is repe
 
 from collections import OrderedDict
 
-REPEATED_S = 60.0
-"""How long a request is remembered: as long as a failure counts (`HealthRules.failure_window_s`)."""
+from gateway.core.health import HealthRules
+
+REPEATED_S = HealthRules().failure_window_s
+"""How long a request is remembered: as long as a failure counts."""
 
 KNOWN_MAX = 1_024
-"""Maximum number of remembered requests, over all backends."""
+"""Maximum number of remembered requests, over all backends. A choice that bounds memory: more than fail
+within a minute."""
 
 
 class Blame:
