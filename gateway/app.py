@@ -77,8 +77,8 @@ from gateway.what_if import WhatIf
 log = logging.getLogger("gateway.process")
 
 CLOSE_S = 30.0
-"""How long telemetry may take to send what is left. Its thread may have died for lack of memory, and then
-never responds."""
+"""How long telemetry may take to send what is left. A choice: its thread may have died for lack of memory,
+and then never responds."""
 
 _LOST = frozenset({State.HUNG, State.DOWN})
 

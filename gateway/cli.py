@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WORKERS_ENV = "GEMMA_GATEWAY_WORKERS"
+
 USAGE = 2
+"""Exit status for a command or a configuration that is wrong; click's own for wrong usage."""
 
 log_level_option = click.option(
     "--log-level",

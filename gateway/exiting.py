@@ -9,13 +9,16 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RELOAD_SIGNAL = signal.SIGHUP
 
 TOLD_S = 1.0
-"""How long callers that are cut off have to read that they are."""
+"""How long callers that are cut off have to read that they are. A choice: it delays every exit that cuts
+callers off."""
 
 STOP_S = 5.0
-"""How long connections may take to close after their requests have ended or were cut off."""
+"""How long connections may take to close after their requests have ended or were cut off. A choice: slow
+callers against the end of the process."""
 
 EXIT_S = 10.0
-"""How long the interpreter may take to exit once nothing is left to do."""
+"""How long the interpreter may take to exit once nothing is left to do. A choice: Python waits for threads
+that may never end."""
 
 
 @contextmanager

@@ -21,7 +21,11 @@ from gateway.tokenizer import open_estimator
 from gateway.what_if import Explanation
 
 TIMEOUT_S = 15.0
-PIPED_WIDTH = 250  # names are not broken if the output is not a terminal
+"""How long the admin port may take to answer. A choice, as in gateway/job_commands.py."""
+
+PIPED_WIDTH = 250
+"""Characters per line if the output is not a terminal, as for the commands about jobs: names are not
+broken."""
 
 
 class NotAnswered(Exception):

@@ -21,9 +21,17 @@ from gateway.core.jobs import JobStatus
 
 ADMIN_ENV = "GEMMA_GATEWAY_ADMIN"
 DEFAULT = "http://127.0.0.1:9090"
+
 TIMEOUT_S = 15.0
-PIPED_WIDTH = 250  # nothing is truncated if the output is not a terminal
+"""How long the admin port may take to answer. A choice: longer than a store that is away needs to be
+noticed."""
+
+PIPED_WIDTH = 250
+"""Characters per line if the output is not a terminal. A choice: nothing is truncated."""
+
 FAILURE, USAGE = 1, 2
+"""Exit statuses of a command that failed, and of one that was wrong: click's for wrong usage."""
+
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _STYLES = {"completed": "green", "failed": "red", "in_progress": "cyan", "cancelled": "dim"}
 

@@ -12,6 +12,7 @@ from gateway.ports import Clock
 from gateway.telemetry.journal import Journal, is_notable
 
 WAITERS_MAX = 50
+"""Maximum queued requests that the console shows. A choice: each is sent to every reader once a second."""
 
 
 class Live:

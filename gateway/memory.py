@@ -12,12 +12,15 @@ import gc
 from collections.abc import Callable, Mapping
 
 KEPT_BYTES = 256 * 1024 * 1024
-"""Maximum free memory kept at the end of the heap: 64 documents of 4 MB. Free memory within it always is."""
+"""Maximum free memory kept at the end of the heap. A choice: 64 documents of 4 MB. Free memory within it
+always is."""
 
 HEAP_BLOCK_BYTES = 32 * 1024 * 1024
 """Blocks up to this size are allocated on the heap: the size of the largest body, and glibc's maximum."""
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of `mallopt`, by glibc's malloc.h."""
+
 _OPERATORS = ("MALLOC_", "GLIBC_TUNABLES")
 
 
@@ -44,8 +47,8 @@ def _in_libc(name: str) -> Callable[..., int] | None:
 
 
 YOUNG_MAX = 10_000
-"""Number of allocations minus deallocations that triggers a garbage collection. Python's default, 700, is
-reached after two short requests."""
+"""Number of allocations minus deallocations that triggers a garbage collection. A choice: Python's default,
+700, is reached after two short requests."""
 
 MIDDLE_AFTER, FULL_AFTER = 4, 150
 """So many collections of new objects before one of those that survived them, and so many of these before a

@@ -17,11 +17,14 @@ from gateway.events import about
 log = logging.getLogger("gateway.process")
 
 ENOUGH = 1_048_576
-"""Used if the hard limit is higher, or unlimited."""
+"""Used if the hard limit is higher, or unlimited. A choice: Linux's own ceiling for a process
+(`fs.nr_open`)."""
 
 LOOK_S = 5.0
+"""Interval between checks. A choice: listing the descriptors takes longer the more there are."""
+
 SHORT_ABOVE = 0.9
-"""Share of the limit above which a warning is logged."""
+"""Share of the limit above which a warning is logged. A choice: early enough to act."""
 
 _FOLDER = "/proc/self/fd"
 

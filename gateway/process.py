@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from gateway.app import Running
 
 T = TypeVar("T")
+
 USAGE = 2
+"""Exit status for a configuration that cannot be used, as in gateway/cli.py."""
 
 
 def serve(config: Path, log_level: str, workers: int) -> int:

@@ -29,12 +29,17 @@ log = logging.getLogger("gateway.config")
 
 T = TypeVar("T")
 _SIGNAL = "signal"
+
 VERSIONS_KEPT = 10
+"""Earlier configurations that can be rolled back to. A choice: each is a whole file in memory."""
+
 LOOK_S = 1.0
-"""Polling interval of the file. A change is applied once two polls agree, because editors take a while."""
+"""Polling interval of the file. A choice: a change is applied once two polls agree, because editors take a
+while."""
 
 UNREADABLE_LOOKS = 5
-"""Failed polls in a row before a warning: until then, the file may be in the process of being replaced."""
+"""Failed polls in a row before a warning. A choice: until then, the file may be in the process of being
+replaced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from gateway import tcp
 from gateway.core.errors import ConfigError, StartupBlocked
 
 BACKLOG = 2048
+"""Connections that may wait to be accepted: uvicorn's default. Linux also applies `net.core.somaxconn`."""
 
 
 def bind(host: str, port: int) -> socket.socket:

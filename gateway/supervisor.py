@@ -35,10 +35,15 @@ from gateway.tasks import tasks_beside
 log = logging.getLogger("gateway.supervisor")
 
 FAILURE = 1
+"""Exit status for what may pass, such as an address that is in use: a supervisor should try again."""
+
 END_S = TOLD_S + STOP_S + 5.0
-"""Time beyond its drain, or to exit at once, after which a worker is killed."""
+"""Time beyond its drain, or to exit at once, after which a worker is killed: what its own steps may take, and
+a choice of 5 s for the rest."""
 
 REPORT_BYTES_MAX = 1_000_000
+"""Maximum size of a worker's report, which is one line. A choice that bounds memory: a report is a few
+addresses or a list of mistakes."""
 
 STOP = b"!"
 REREAD = b"r"

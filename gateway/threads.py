@@ -15,11 +15,13 @@ from anyio.lowlevel import RunVar
 T = TypeVar("T")
 
 INLINE_BYTES = 65_536
-"""As much is decoded on the event loop; more in a thread. An event of an answer, 200 bytes, takes 13 us."""
+"""As much is decoded on the event loop; more in a thread. A choice: an event of an answer, 200 bytes, takes
+13 us."""
 
 
 DECODERS = 2
-"""Maximum threads that decode at once: each that computes delays the event loop by 5 ms now and then."""
+"""Maximum threads that decode at once. A choice: each that computes delays the event loop by 5 ms now and
+then."""
 
 _decoders: RunVar[anyio.CapacityLimiter] = RunVar("_decoders")
 

@@ -26,6 +26,7 @@ from gateway.tasks import tasks_beside
 from gateway.telemetry import logs
 
 STDIN, STDOUT, STDERR = 0, 1, 2
+"""File descriptors, by POSIX."""
 
 
 def main() -> int:

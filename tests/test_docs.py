@@ -160,3 +160,36 @@ def test_every_key_in_the_store_is_documented() -> None:
     pages = "".join((ROOT / "docs" / page).read_text() for page in ("store.md", "batches.md"))
     documented = set(re.findall(r"`(?:\{gw:jobs\}:)?(\w+)(?::[^`]*)?`", pages))
     assert names - documented == set()
+
+
+def is_figure(value: ast.expr | None) -> bool:
+    """Return whether an expression is a number, computed from one, or a row of them."""
+    match value:
+        case ast.Constant(value=int() | float() as number):
+            return not isinstance(number, bool)
+        case ast.UnaryOp(operand=operand):
+            return is_figure(operand)
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() | ast.Pow(), right=right):
+            return is_figure(left) or is_figure(right)
+        case ast.Tuple(elts=values):
+            return any(map(is_figure, values))
+    return False
+
+
+def without_docstring(source: str) -> Iterator[str]:
+    """Yield the module-level figures that are followed neither by a docstring nor by one that has it."""
+    open_names: list[str] = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and is_figure(node.value):
+            open_names.append(ast.unparse(node).partition(" = ")[0])
+        else:
+            if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+                yield from open_names
+            open_names.clear()
+    yield from open_names
+
+
+def test_every_figure_says_under_it_what_it_is_and_where_it_comes_from() -> None:
+    assert [*without_docstring('A = 1\n"""It."""\nB = 2.0 * A\nC = "3"\nD = (4, 5)')] == ["B", "D"]
+    missing = {str(path.relative_to(ROOT)): [*without_docstring(path.read_text())] for path in SOURCES}
+    assert {path: names for path, names in missing.items() if names} == {}

@@ -39,11 +39,13 @@ from gateway.core.values import (
 )
 
 WHOLE = 1_000_000
-"""A backend's whole knee, in units of `Load.share`."""
+"""A backend's whole knee, in units of `Load.share`: millionths, so that every store adds them up alike
+(docs/decisions/0005-knee-shares.md)."""
 
 PROMPT_TOKENS_MAX = 1_048_576
-"""The longest prompt whose prefill time is predicted, chunk by chunk: no deployment has such a window. Longer
-ones are rejected; their size is unbounded, because callers choose the token budget of their images."""
+"""The longest prompt whose prefill time is predicted, chunk by chunk. A choice: four times the largest
+window. Longer ones are rejected; their size is unbounded, because callers choose the token budget of their
+images."""
 
 _NOTHING = Load()
 

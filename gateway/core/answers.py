@@ -39,11 +39,17 @@ _PRIVATE: Sequence[tuple[re.Pattern[str], str]] = (
     (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"), "[address]"),
     (re.compile(r"(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]+"), "[path]"),
 )
+
 TOKENS_MAX = 2**53
-"""Larger token counts are not credible."""
+"""Larger token counts are not credible: up to here, integers are exact as floats."""
 
 MESSAGE_CHARS_MAX = 4_000
-_MESSAGE_BYTES_MAX = 6 * MESSAGE_CHARS_MAX  # allows for escapes
+"""Maximum characters of a backend's message that a caller gets. A choice: an engine may quote the whole
+request."""
+
+_MESSAGE_BYTES_MAX = 6 * MESSAGE_CHARS_MAX
+"""The same in bytes of JSON, where a character is up to six (`\\u0000`)."""
+
 _MESSAGE = re.compile(
     r'\s*\{\s*(?:"error"\s*:\s*\{\s*)?"(?:message|detail)"\s*:\s*'
     r'"((?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)'

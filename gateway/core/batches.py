@@ -33,7 +33,8 @@ FILE_BYTES_MAX = 200 * 1024 * 1024
 """Maximum size of an input file; OpenAI's limit, interpreted as mebibytes."""
 
 ERRORS_MAX = 100
-"""Maximum errors reported per input file; validation stops at the last of them."""
+"""Maximum errors reported per input file; validation stops at the last of them. A choice: a file with more is
+wrong altogether."""
 
 CUSTOM_ID_MAX = 512
 """Maximum characters of a `custom_id`. OpenAI documents no limit; this is the one for metadata values."""
@@ -42,13 +43,13 @@ WINDOW_S = 86_400
 """The only supported completion window, "24h"."""
 
 OPEN_MAX = 100
-"""Maximum number of open batches per API key."""
+"""Maximum number of open batches per API key. A choice, so that one key cannot fill the store."""
 
 KEPT_MAX = 10_000
-"""Maximum number of stored batches per API key; the oldest are deleted first."""
+"""Maximum number of stored batches per API key; the oldest are deleted first. A choice, like `OPEN_MAX`."""
 
 KEEP_S = 30 * 86_400
-"""How long a batch is stored after its end: at most as long as its files."""
+"""How long a batch is stored after its end: at most as long as its files (`files.EXPIRES_MAX_S`)."""
 
 
 class BatchStatus(StrEnum):

@@ -51,19 +51,20 @@ from gateway.core.swap_policy import (
 from gateway.core.values import Exclusion, Objection
 
 COMMAND_TRIES = 3
-"""Attempts at a command to stop or start. This is not a boot: a failure costs seconds."""
+"""Attempts at a command to stop or start. A choice: this is not a boot, so a failure costs seconds."""
 
 COMMAND_PAUSES_S = (5.0, 30.0)
 """Pauses between these attempts. A guess: long enough for a network to recover."""
 
 INSPECT_S = 30.0
-"""Interval between inspections of a failed box."""
+"""Interval between inspections of a failed box. A choice: a model that an operator has started is found
+soon."""
 
 RESTARTS_MAX = 1
-"""Unexpected restarts that are tolerated; a backend may have come back by luck."""
+"""Unexpected restarts that are tolerated. A choice: a backend may have come back by luck."""
 
 RESTARTS_KEPT_S = 86_400.0
-"""How long a restart counts."""
+"""How long a restart counts. A choice: a day."""
 
 
 class State(StrEnum):
@@ -99,6 +100,8 @@ class Order:
 @dataclass(frozen=True, slots=True)
 class BoxRules:
     """Rules for one box.
+
+    The default of `boot_budget_s` is a choice: nearly twice the published boot of 306 s (docs/boxes.md).
 
     Attributes:
         swaps: When to swap.

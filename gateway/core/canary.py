@@ -23,11 +23,12 @@ MARKERS = (
 """Parts of chat templates, which must not occur in an answer."""
 
 _SHOWN = 80
+"""Maximum characters of an answer that are quoted. A choice: enough to see that it is nonsense."""
 
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """A canary request.
+    """A canary request. The defaults are choices: a question with one answer, and ample time.
 
     Attributes:
         prompt: The question.

@@ -10,7 +10,7 @@ reproduces them, docs/estimate.md has the errors.
 from enum import StrEnum
 
 SLICE_CHARS = 65_536
-"""Characters per step, so that no step holds the GIL for a millisecond."""
+"""Characters per step. A choice, so that no step holds the GIL for a millisecond (docs/estimate.md#time)."""
 
 CHARS_PER_TOKEN_MAX = 31
 """The longest entry of Gemma's vocabulary, a run of blanks. vLLM rejects long texts based on this number."""
@@ -88,7 +88,8 @@ WEIGHTS: dict[bytes, float] = {
     b"uups": -3.377,
     b"ulp": 2.849,
 }
-"""Tokens per occurrence of a class or a pattern; occurrences of a pattern do not overlap."""
+"""Tokens per occurrence of a class or a pattern; occurrences of a pattern do not overlap. Fitted to Gemma's
+vocabulary by `benchmarks/estimate.py --fit`; the errors are in docs/estimate.md."""
 
 
 def _table() -> bytes:
@@ -135,8 +136,11 @@ class TextKind(StrEnum):
 
 
 _SCRIPTS = {TextKind.CYRILLIC: b"D", TextKind.EAST_ASIAN: b"JKLMN", TextKind.OTHER_SCRIPT: b"CEFGHO"}
+
 SAMPLE_CHARS = 1024
 SAMPLES = 4
+"""Length and number of the samples that tell a text's kind. A choice: classifying so little takes no time,
+and a heading alone does not decide."""
 
 
 def kind_of(text: str) -> TextKind:

@@ -18,10 +18,14 @@ from gateway.core.estimation import (
 from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts
 
 WINDOW = 100
-"""Number of answers per backend that are considered."""
+"""Number of answers per backend that are considered. A choice: a new template shows within as many."""
+
 SAMPLES_MIN = 10
 """Minimum number of answers. A guess: enough that half of them are unlikely to be wrong by chance."""
+
 EXACT_ALLOWANCE = 0.005
+"""Share of an exact count by which the median answer may be off. A choice: five times
+`estimation.EXACT_MARGIN`."""
 
 
 @dataclass(frozen=True, slots=True)

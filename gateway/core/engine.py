@@ -28,7 +28,8 @@ from gateway.core.perf import PerfModel
 from gateway.core.profile import EngineFlags
 from gateway.core.values import Capacity
 
-DEFAULT_MAX_NUM_SEQS = 256  # vLLM's own default, for recipes without --max-num-seqs
+DEFAULT_MAX_NUM_SEQS = 256
+"""Maximum batch for recipes without `--max-num-seqs`: vLLM's own default."""
 
 
 class Deployment(Protocol):

@@ -10,11 +10,12 @@ searches of the whole event, one for each marker.
 import re
 
 LEARNED_MAX = 16
-"""How many events of one stream are learned. The limit saves the effort for engines whose events differ in
-more than their text (in token ids, for example)."""
+"""How many events of one stream are learned. A choice: the limit saves the effort for engines whose events
+differ in more than their text (in token ids, for example)."""
 
 TOKEN_BYTES_MAX = 2_048
-"""Longer events are more than one token: they are neither learned nor passed to `EventTemplate.match`."""
+"""Longer events are more than one token: they are neither learned nor passed to `EventTemplate.match`. A
+choice, well above the 250 bytes of an engine's events."""
 
 _TEXT = re.compile(rb'("(?:content|text|reasoning|reasoning_content)"\s*:\s*")((?:[^"\\]|\\.)*)"')
 

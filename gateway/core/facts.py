@@ -15,10 +15,11 @@ from gateway.core.health import Verdict
 _K = TypeVar("_K", bound=Hashable)
 
 STARTED_MAX = 256
-"""Maximum number of flows whose starts a process counts: the most recently active ones."""
+"""Maximum number of flows whose starts a process counts: the most recently active ones. A choice that bounds
+its facts (`store.facts.BYTES_MAX`)."""
 
 STARTED_IDLE_S = 300.0
-"""An idle flow is dropped after this time: fairness towards it no longer matters."""
+"""An idle flow is dropped after this time. A choice: fairness towards it no longer matters."""
 
 Flow = tuple[str, str, str | None]
 """A unit of fairness: the id of a model, the name of a class, the name of an API key or None."""

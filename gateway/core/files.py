@@ -11,7 +11,7 @@ EXPIRES_MAX_S = 30 * 86_400
 """The range of expiry times a caller may choose; OpenAI's limits."""
 
 FILENAME_MAX = 255
-"""Maximum characters of a stored filename."""
+"""Maximum characters of a stored filename. A choice: what common file systems allow."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,9 @@ from hashlib import sha256
 from gateway.core.errors import InvalidRequest
 
 HEADER = "idempotency-key"
+
 KEY_CHARS_MAX = 255
+"""Maximum characters of a key. A choice, and Stripe's limit: the IETF draft sets none."""
 
 _BARE = re.compile(r"[!#-~][!-~]*")
 _QUOTED = re.compile(r'"((?:[ !#-\[\]-~]|\\["\\])*)"')  # RFC 8941, section 3.3.3

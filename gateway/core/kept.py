@@ -8,7 +8,8 @@ _Of = TypeVar("_Of")
 _Value = TypeVar("_Value")
 
 KEPT_MAX = 256
-"""Objects whose value one function keeps: more than the classes, pools and backends of any fleet."""
+"""Objects whose value one function keeps. A choice: more than the classes, pools and backends of any
+fleet."""
 
 
 def kept(compute: Callable[[_Of], _Value]) -> Callable[[_Of], _Value]:

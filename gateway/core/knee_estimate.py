@@ -25,45 +25,54 @@ from gateway.core.tpot_control import NOTHING_SEEN, GapWindow
 
 MORE_SEQS = 0.1
 LESS_GAIN = 0.01
-"""At the knee, `MORE_SEQS` more sequences in flight yield `LESS_GAIN` more tokens/s."""
+"""At the knee, `MORE_SEQS` more sequences in flight yield `LESS_GAIN` more tokens/s: the definition
+(docs/knee.md)."""
 
 KNEE_RATIO = (MORE_SEQS - LESS_GAIN) / (LESS_GAIN * (1 + MORE_SEQS))
 """Ratio of the growing part of a step to the fixed part at the knee: 8.18, computed from the definition."""
 
 STEPS_MIN = 50
-"""Minimum number of steps per window. Shorter windows are merged until they have as many."""
+"""Minimum number of steps per window; shorter windows are merged until they have as many. A choice: with long
+prompts, a step takes a second or more, and a window would have one or two."""
 
 HALF_LIFE_S = 600.0
 HALF_LIFE_WINDOWS = 100
-"""Half-life of observations: the longer of the two."""
+"""Half-life of observations: the longer of the two. A choice: traffic changes within the hour, and an
+estimate needs windows enough."""
 
 WINDOWS_MIN = 30
-"""Minimum total weight of windows for an estimate."""
+"""Minimum total weight of windows for an estimate. A choice: ten per coefficient."""
 
 SPREAD_MIN = 0.1
-"""Minimum standard deviation of the batch over its mean; below it the fixed part cannot be determined."""
+"""Minimum standard deviation of the batch over its mean; below it the fixed part cannot be determined. Chosen
+on the cases of docs/knee.md#the-estimate."""
 
 ERROR_HIGH = 0.06
 ERROR_LOW = 0.2
-"""Relative standard error of the knee: the upper limits for high and for low confidence."""
+"""Relative standard error of the knee: the upper limits for high and for low confidence. Chosen on the cases
+of docs/knee.md#the-estimate."""
 
 BENT_LOW = 1.5
 BENT_UNKNOWN = 3.0
 """Standard errors of the product term above zero: beyond the first, confidence is low; beyond the second, the
-linear model does not hold and the knee is unknown."""
+linear model does not hold and the knee is unknown. Chosen on the same cases."""
 
 REACH_HIGH = 3.0
 REACH_LOW = 5.0
-"""Ratio of the knee to the largest batch seen: the upper limits for high and for low confidence."""
+"""Ratio of the knee to the largest batch seen: the upper limits for high and for low confidence. Chosen on
+the same cases."""
 
 HIDDEN_SHARE = 0.2
-"""Windows with a larger share of hidden sequences are skipped: their effect on the steps is unknown."""
+"""Windows with a larger share of hidden sequences are skipped: their effect on the steps is unknown. A
+choice: more windows against less error in each."""
 
 OUTLIER = 3.0
-"""Residuals beyond this many standard deviations get less weight (Huber)."""
+"""Residuals beyond this many standard deviations get less weight (Huber). A choice: noise alone hardly ever
+goes so far."""
 
 STREAMS_KEPT = 500
-"""Number of streams over which the shape of a class is averaged."""
+"""Number of streams over which the shape of a class is averaged. A choice: it settles, and follows a change
+of traffic."""
 
 _Vector = tuple[float, ...]
 _Matrix = tuple[_Vector, ...]

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 WAIT_MAX_S = 280
-"""Maximum wait for an answer in place: Node's built-in fetch gives up after 300 s without headers."""
+"""Maximum wait for an answer in place: Node's built-in fetch gives up after 300 s without headers. The 20 s
+left are a choice."""
 
 _LEXEME = re.compile(r"""[ \t]*(?:(?P<word>[!#$%&'*+.^_`|~0-9A-Za-z-]+|"(?:[^"\\]|\\.)*")|(?P<other>.))""")
 """A token, a quoted string, or any other single character; preceding blanks are skipped."""

@@ -13,17 +13,23 @@ from math import floor, inf, log2
 from gateway.core.usage import Ending, RequestRecord
 
 SLICE_S = 10.0
+"""Length of a slice of the history, in seconds. A choice: the resolution of the console's lines."""
+
 SLICES = 60
-"""Number of slices kept: ten minutes."""
+"""Number of slices kept: ten minutes. A choice; what is older is for Prometheus."""
 
 SPAN_SLICES = 3
-"""Number of slices behind one point of a line, up to and including its own: half a minute."""
+"""Number of slices behind one point of a line, up to and including its own: half a minute. A choice: smooth,
+and soon right."""
 
 FLOW_SLICES = 30
-"""Number of slices over which flows are counted: five minutes."""
+"""Number of slices over which flows are counted: five minutes. A choice, as above."""
 
 BINS_PER_DOUBLING = 8
+"""Resolution of durations. A choice: a bin is 9 % wide, so a quantile is at most 5 % off."""
+
 _LEAST_S, _MOST_S = 1e-4, 1e5
+"""Shorter and longer durations count as these. A choice that bounds the number of bins to 240."""
 
 
 class DurationHistogram:

@@ -3,7 +3,8 @@
 from gateway.core.values import RetryPolicy
 
 CRASHES_MAX = 2
-"""A request is not retried once this many engines have crashed while serving it: it may be the cause."""
+"""A request is not retried once this many engines have crashed while serving it. A choice: one may be chance,
+with two it may be the cause."""
 
 
 def may_retry(policy: RetryPolicy, attempts: int, crashes: int) -> bool:

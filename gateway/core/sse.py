@@ -21,10 +21,15 @@ from gateway.core.naming import ModelNames
 from gateway.core.usage import Usage
 
 DONE = b"data: [DONE]\n\n"
+
 EVENT_BYTES_MAX = 16 * 1024 * 1024
+"""Maximum bytes of an event without an end. A choice that bounds memory: an event of a token has some 250."""
 
 END_OF_EVENT = re.compile(rb"\n\n|\r\n\r\n|\n\r\n|\r\n\n")
+
 _END_BYTES_MAX = 4
+"""Bytes of the longest end of an event, `\\r\\n\\r\\n`."""
+
 _WORTH_PARSING = re.compile(
     rb'"error"|"detail"|"object"\s*:\s*"error|"finish_reason"\s*:\s*"|"usage"\s*:\s*\{|\[DONE\]'
 )

@@ -21,18 +21,20 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 CALL_OFF_UNTIL = 2.0
-"""No cancellation once the oldest request for the other model has waited this many times its `wait_s`."""
+"""No cancellation once the oldest request for the other model has waited this many times its `wait_s`. A
+choice: fewer swaps against how long they may be put off (docs/boxes.md)."""
 
 STUCK_S = 60.0
-"""A model that has work counts as stuck only after starting none of it for at least this long."""
+"""A model that has work counts as stuck only after starting none of it for at least this long. A choice:
+while it serves, starts are seconds apart, and a swap takes minutes."""
 
 MOVED_S = 1.0
-"""A batch has moved if its oldest request is younger by this: ages from the store are not exact."""
+"""A batch has moved if its oldest request is younger by this. A choice: ages from the store are not exact."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """Condition for swapping a model in.
+    """Condition for swapping a model in. The defaults are one of the rules measured in docs/boxes.md.
 
     Attributes:
         jobs: This many requests waiting for it trigger a swap.

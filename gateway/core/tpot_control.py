@@ -23,10 +23,11 @@ from gateway.core.admission import WHOLE, job_reserve
 from gateway.core.values import Capacity
 
 WINDOW_S = 2.0
-"""Interval for closing windows, short enough that the batch hardly changes within one."""
+"""Interval for closing windows. A choice: the batch hardly changes within one."""
 
 WINDOW_MAX_S = 20.0
-"""Maximum length of a window that is kept open while a prompt is in prefill."""
+"""Maximum length of a window that is kept open while a prompt is in prefill. A choice: a prompt of 64K tokens
+takes as long on PUSH (docs/measurements.md#latency-model)."""
 
 
 # ------------------------------------------------------------------ observations
@@ -302,32 +303,38 @@ class GapMeter:
 # ------------------------------------------------------------------ control
 
 DOWN = 0.9
-"""Factor of a step down. At the knee most of the gap grows with the batch, so TPOT falls by 9 %."""
+"""Factor of a step down. A choice, judged by `benchmarks/knee.py --control`: at the knee most of the gap
+grows with the batch, so TPOT falls by 9 %."""
 
 BAND = 0.9
-"""The share is held while TPOT is between this fraction of the target and the target."""
+"""The share is held while TPOT is between this fraction of the target and the target. A choice: as wide as a
+step down, so that a step does not leave it on the other side."""
 
 FAR = 0.25
-"""A TPOT this far from the target, as a fraction of it, leads to a move after only `DECIDE_FAR_S`."""
+"""A TPOT this far from the target, as a fraction of it, leads to a move after only `DECIDE_FAR_S`. A choice:
+more than traffic alone moves it."""
 
 DECIDE_FAR_S = 10.0
 DECIDE_S = 30.0
-"""Observation time before a move. Over 10 s of chat, the prefills alone move the gap by a tenth."""
+"""Observation time before a move, if TPOT is far from the target and otherwise. A choice: over 10 s of chat,
+the prefills alone move the gap by a tenth."""
 
 DECIDE_STEPS = 50
-"""Minimum number of engine steps observed before a move; it dominates where steps take seconds."""
+"""Minimum number of engine steps observed before a move. A choice; it dominates where steps take seconds."""
 
 UP_STEPS = 32
-"""A step up is the ceiling divided by this, and at least one sequence: from a fifth to all in 5 minutes."""
+"""A step up is the ceiling divided by this, and at least one sequence. A choice: from a fifth to all in 5
+minutes."""
 
 WAITING_SHARE = 0.3
-"""The engine is queuing if more than this share of the visible sequences has no first token."""
+"""The engine is queuing if more than this share of the visible sequences has no first token. A choice: in
+chat, prefill takes a smaller part of a request."""
 
 WAITING_SEQS = 2
-"""And if there are more than this many: a single prompt in prefill is not a queue."""
+"""And if there are more than this many. A choice: a single prompt in prefill is not a queue."""
 
 ENDED_CHUNKS_KEPT = 4000
-"""Number of chunks of ended streams over which tokens per chunk are averaged: some thirty chats."""
+"""Number of chunks of ended streams over which tokens per chunk are averaged. A choice: some thirty chats."""
 
 
 class Move(StrEnum):

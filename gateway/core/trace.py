@@ -10,8 +10,13 @@ import re
 from gateway.core.value import valueclass
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
 _SAMPLED = 1
+"""The flag `sampled` of a traceparent, by W3C Trace Context."""
+
 _MASK = (1 << 64) - 1
+"""The bits of a span id, by W3C Trace Context."""
+
 _RANDOM_BITS = 56
 """Random bits of a trace id in W3C Trace Context level 2. Sampling by them is consistent across services."""
 

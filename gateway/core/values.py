@@ -250,6 +250,9 @@ class Backend:
 class Timeouts:
     """Timeouts for each phase of an attempt, in seconds.
 
+    The defaults are choices. `first_byte_s` is nearly twice the longest published first token (319 s), and
+    `idle_s` longer than the longest step that a latency model predicts (48 s, see `health.hang_after_s`).
+
     Attributes:
         connect_s: Opening the connection.
         first_byte_s: From sending a streamed request to the first generated token. Headers do not count,
@@ -269,7 +272,7 @@ class Timeouts:
 class Gates:
     """Admission limits of a pool in addition to the knee. Each applies per backend.
 
-    Sources: docs/routing.md.
+    The defaults are choices, whose worth `benchmarks/routing.py` measures (docs/routing.md).
 
     Attributes:
         long_prompt_tokens: A prompt of at least this length is long.
@@ -295,6 +298,8 @@ OPEN = Gates(long_prefills=None)
 class Spill:
     """Conditions for a pool to take requests of a class whose first choice is another pool.
 
+    The defaults are choices: looser ones moved chat by 0.2 points of goodput (docs/routing.md).
+
     Attributes:
         reserve: Share of the knee (0..1) that such requests leave free for the pool's own documents. Running
             documents count towards the reserve.
@@ -308,6 +313,8 @@ class Spill:
 @dataclass(frozen=True, slots=True)
 class JobRoom:
     """What jobs leave free on each backend of a pool, for requests whose callers are waiting.
+
+    The defaults are those of `Spill`; docs/routing.md#jobs measures what they are worth.
 
     Attributes:
         reserve: Share of the knee, in whole sequences, and of the KV blocks (0..1).
@@ -415,6 +422,9 @@ class WhenLate(StrEnum):
 class Waiting:
     """Queueing rules of a class.
 
+    The defaults are for chat, and choices. docs/routing.md measures them with other weights; `max_wait_s`
+    leaves a part of the target for the prefill; `waiting_max` and `waiting_bytes_max` bound memory.
+
     Attributes:
         max_wait_s: Maximum time in the queue.
         ttft_target_s: Target for the time to first token, counted from arrival: the deadline that orders the
@@ -462,6 +472,8 @@ class OnDisconnect(StrEnum):
 @dataclass(frozen=True, slots=True)
 class TrafficClass:
     """A kind of request, and the pools that serve it.
+
+    The default of `output_reserve_tokens` is a choice: blocks held in vain against blocks that run out.
 
     Attributes:
         name: short_chat, long_document, reasoning, or the site's own name.
@@ -530,7 +542,10 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How many attempts a request gets in total before the caller receives an error."""
+    """How many attempts a request gets in total before the caller receives an error.
+
+    The default is a choice: SDKs repeat a failed request twice, which multiplies it.
+    """
 
     attempts_max: int = 3
 

@@ -19,7 +19,7 @@ _ENDINGS = frozenset({"stop", "length", "tool_calls"})
 _ENDED = frozenset({"completed", "incomplete"})
 
 AGAIN_S = 0.3
-"""Real seconds between two looks at a job."""
+"""Real seconds between two looks at a job. A choice."""
 
 
 class Caller:

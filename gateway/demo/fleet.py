@@ -11,7 +11,7 @@ from gateway.profiles import load
 from gateway.simulator.box_options import profile as of_box
 
 ANSWER_TOKENS = 260
-"""Median length of an answer that ends by itself: long enough that a burst can be watched."""
+"""Median length of an answer that ends by itself. A choice: long enough that a burst can be watched."""
 
 
 async def run(

@@ -13,7 +13,11 @@ from gateway.demo.site import BOX, BOXED
 from gateway.demo.story import BoxGauge, Exchange, Gauge, Story
 
 POLL_S = 0.2
+"""Real seconds between two looks. A choice: the display seems continuous, and the gateway hardly notices."""
+
 _RATE_WINDOW_S = 2.0
+"""Real seconds over which tokens per second are averaged. A choice: figures that can still be read."""
+
 _GOOD = frozenset({"up"})
 _QUIET = frozenset({"starting", "unknown"})
 

@@ -6,7 +6,8 @@ from gateway.demo import words
 from gateway.demo.story import Exchange, Note, Stage, Story
 
 REASON_PATIENCE_S = 30.0
-"""How long a line waits for the gateway's reason before it is printed without. Busy machines are late."""
+"""How long a line waits for the gateway's reason before it is printed without. A choice: busy machines are
+late."""
 
 
 class PlainLines:

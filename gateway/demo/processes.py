@@ -20,9 +20,12 @@ from anyio.streams.text import TextReceiveStream
 from gateway.demo.site import BOX, BOXED, PROFILES, config_text, keeps_jobs
 
 START_S = 60.0
-"""Real seconds after which a start that has not succeeded never will; a busy machine needs about 5."""
+"""Real seconds after which a start that has not succeeded never will. A choice: a busy machine needs about
+5."""
 
 STOP_S = 5.0
+"""Real seconds that a process may take to stop before it is killed. A choice."""
+
 _SERVES = re.compile(r"serves (http://\S+)/v1")
 _OPERATORS = re.compile(r"operators: (http://\S+?)/admin/")
 

@@ -22,6 +22,8 @@ from gateway.demo.site import MODEL
 Message = Mapping[str, Any]
 
 IMAGE_SIDE = 96
+"""Pixels per side of the picture. A choice: any size costs the same tokens."""
+
 _LICENCES = Path("/usr/share/common-licenses")
 _DOCSTRING = re.compile(r'"""(.*?)"""', re.DOTALL)
 

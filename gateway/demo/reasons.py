@@ -9,7 +9,11 @@ Record = Mapping[str, Any]
 Excluded = tuple[str, str, str]
 
 _FIGURE = re.compile(r"\b\d{4,9}\b")
+
 _AFFINITY_MIN = 0.05
+"""Share of a prompt seen before from which on it is given as the reason. A choice: a few shared words are
+none."""
+
 _FULL = {"at_knee": "at the knee", "kv_full": "out of KV blocks"}
 _NO_CONDITION = "takes everything else"  # as core/classification.py puts it
 

@@ -23,11 +23,17 @@ if TYPE_CHECKING:
     from gateway.demo.scenario import Script
 
 FRAMES_PER_S = 10
+"""Frames of the display per real second. A choice."""
+
 LAST_LOOK_S = 5.0
+"""Real seconds that reasons still owed may take after the play. A choice."""
+
 BOW_S = 1.5
+"""Real seconds for which the last scene stands. A choice."""
+
 PATIENCE_S, PATIENCE_GPU_S = 120.0, 1500.0
-"""A request has failed after so many seconds of the clock and so many GPU seconds: several times what the
-longest one takes."""
+"""A request has failed after so many seconds of the clock and so many GPU seconds. A choice: several times
+what the longest one takes."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -22,13 +22,14 @@ from gateway.demo.site import BOX, JOBS, QWEN
 from gateway.demo.story import Exchange, Story
 
 DOWN_S = 45.0
-"""GPU seconds that the backend which crashes takes to come back; a real one takes minutes."""
+"""GPU seconds that the backend which crashes takes to come back. A choice: a real one takes minutes."""
 
 JOB_TOKENS = 400
-"""What a job for Qwen may answer at most."""
+"""What a job for Qwen may answer at most. A choice: jobs end while somebody watches."""
 
 TOP_UP_S = 0.02
-"""Real seconds between two requests of a burst that goes on: ten of them per look of the operator."""
+"""Real seconds between two requests of a burst that goes on. A choice: ten of them per look of the
+operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ SIZES = {
     "full": Size(36, 24, 150, 1_200, (24_000, 60_000), 190_000),
     "small": Size(12, 12, 140, 4_000, (20_000,), 40_000, trickle_s=12.0),
 }
+"""What `--size` chooses from. Choices: each scene has to show what its caption says."""
 
 
 @dataclass(frozen=True, slots=True)

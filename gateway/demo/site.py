@@ -35,10 +35,10 @@ BOXED: Mapping[str, str] = {"spark": "spark-nvfp4", QWEN: "qwen"}
 """Which deployments take turns on the box, as they are simulated; the first is in at the start."""
 
 BOOT_S = 45.0
-"""Engine seconds that a model of the box takes to boot; the real one takes 306."""
+"""Engine seconds that a model of the box takes to boot. A choice: the real one takes 306."""
 
 JOBS = 6
-"""Jobs for Qwen that are handed over, and that bring it in."""
+"""Jobs for Qwen that are handed over, and that bring it in. A choice: enough to see them end one by one."""
 
 _CONFIG = """\
 # What `gemma-gateway demo` runs its gateway with. docs/configuration.md explains every key.

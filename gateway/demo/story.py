@@ -168,6 +168,7 @@ Entry = Exchange | Note | list[Exchange]
 """A line of the list: a request, an event, or a burst of requests."""
 
 _ENTRIES_MAX = 400
+"""Maximum lines of the list. A choice: more than any terminal shows."""
 
 
 @dataclass(slots=True)

@@ -37,11 +37,15 @@ _SILENT = frozenset({"booting", "down", "out"})
 _MOODS = {"good": "green", "bad": "bold red", "plain": "yellow"}
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _SPIN = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
 _SPIN_PER_S = 8
+"""Steps of the spinner per second. A choice, below `run.FRAMES_PER_S`."""
+
 _HEADING = "dim underline"
 
 _HEADER_LINES = 2
 _FOOTER_LINES = 2
+"""Lines above the fleet and below the list, as `View` prints them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,32 +47,42 @@ from gateway.threads import decoded
 log = logging.getLogger("gateway.jobs")
 
 FOLLOW_S = 10.0
-"""How long a follower waits for news before it sends a keep-alive."""
+"""How long a follower waits for news before it sends a keep-alive: as between comments
+(`pipeline.caller.KEEP_ALIVE_S`)."""
 
 AGAIN_S = 1.0, 3.0
-"""Shortest and longest interval between attempts while the store is unreachable."""
+"""Shortest and longest interval between attempts while the store is unreachable. A choice: random, so that
+callers do not ask in step."""
 
 CHUNKS_AT_ONCE = 64
-"""Maximum chunks read at once by a follower: 16 s of an answer as it is written."""
+"""Maximum chunks read at once by a follower. A choice: 16 s of an answer as it is written
+(`jobs.record.CHUNK_S`)."""
 
 AWAY_S = 60.0
-"""How long a caller is kept waiting while the store is unreachable."""
+"""How long a caller is kept waiting while the store is unreachable. A choice: a failover takes seconds."""
 
 RETRY_AFTER_S = 5
 RETRY_AFTER_MAX_S = 59
+"""Limits on the time after which a caller should ask for a job again: not in vain each second, a choice, and
+not more than what SDKs obey (`core.waiting.line.RETRY_AFTER_MAX_S`)."""
+
 LANES_FOR_S = 2.0
-"""Maximum age of the figures from which expected starts are computed."""
+"""Maximum age of the figures from which expected starts are computed. A choice: reading them takes a script
+in the store."""
 
 STREAMED: Changes = {("stream",): True, ("stream_options",): {"include_usage": True}}
 """What makes a chat that of a job: its answer is streamed, with usage."""
 
 PRIORITY_HEADER = "x-gateway-priority"
 EXPIRES_HEADER = "x-gateway-expires-s"
+
 _NEVER = 2**53
-"""More chunks than any job has."""
+"""More chunks than any job has: integers are exact as floats up to here."""
 
 _HEADERS_KEPT = 32
 _HEADER_CHARS_KEPT = 256
+"""Maximum headers of a request that are kept with a job, and characters of each. A choice that bounds what
+the store keeps."""
 
 _REFUSALS: Mapping[Refusal, str] = {
     Refusal.TOO_MANY_JOBS: "This API key has reached its limit of jobs waiting or running.",

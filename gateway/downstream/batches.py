@@ -42,8 +42,12 @@ from gateway.ports import Arrival, BatchStore, Clock, FileStore, Incoming
 from gateway.threads import decoded
 
 PATH = "/v1/batches"
+
 BODY_BYTES_MAX = 1024 * 1024
+"""Maximum size of a request for a batch. A choice: its largest part is `metadata`, which is smaller."""
+
 _PAGE, _PAGE_MAX = 20, 100
+"""Batches per page by default and at most: OpenAI's figures."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,11 @@ from io import BytesIO
 from gateway.downstream.relay import Uploads
 
 WORTH_BYTES = 65_536
-"""The minimum remaining length for which this is worthwhile."""
+"""The minimum remaining length for which this is worthwhile. A choice: below, copying takes microseconds."""
 
 TOGETHER_MAX = 64 * 1024 * 1024
-"""Maximum memory allocated for bodies that have not arrived yet, which stalling callers could hold."""
+"""Maximum memory allocated for bodies that have not arrived yet. A choice: two of the largest; stalling
+callers could hold it."""
 
 
 class BodyReceiver(asyncio.BufferedProtocol):

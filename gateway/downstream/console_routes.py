@@ -29,16 +29,20 @@ from gateway.pipeline import CallerStalled
 log = logging.getLogger("gateway.console")
 
 TICK_S = 1.0
+"""Interval between two states sent to a console. A choice: live to the eye, and a state is costly with many
+backends."""
+
 HISTORY_TICKS = 5
-"""The history changes slowly: it is sent every few ticks."""
+"""The history is sent every few ticks. A choice: it changes slowly (`core.recent.SLICE_S`)."""
 
 STALL_S = 10.0
-"""How long a reader may block sending."""
+"""How long a reader may block sending. A choice: a browser that sleeps reconnects."""
 
 STOP_S = 0.5
-"""Time limit for ending all streams."""
+"""Time limit for ending all streams. A choice: it delays the exit, and a console loses nothing."""
 
 READERS_MAX = 32
+"""Maximum open consoles. A choice: each takes a state per second."""
 
 _TYPES = {
     ".html": "text/html",

@@ -22,19 +22,22 @@ send it."""
 
 NUMBER_CHARS = 4
 CUTS_MAX = 10**NUMBER_CHARS
+"""Digits of a placeholder's number, and so the maximum strings that are cut out. A choice: more images than
+any engine takes."""
 
 ESCAPED_MAX = 64
-"""A string with this many escaped quotes is assumed to be long, and not scanned further."""
+"""A string with this many escaped quotes is assumed to be long, and not scanned further. A choice: the effort
+of finding its end against cutting out a short one."""
 
 QUOTES_MAX = 8_192
-"""Maximum strings and escaped quotes examined from either end, 512 in 0.1 ms. Behind a document may be the
-tools of an agent, with some 25 strings each."""
+"""Maximum strings and escaped quotes examined from either end, 512 in 0.1 ms. A choice: behind a document may
+be the tools of an agent, with some 25 strings each."""
 
 MEDIA_BYTES = 4_096
-"""Shorter images and recordings are read like any other string."""
+"""Shorter images and recordings are read like any other string. A choice: cutting them out saves nothing."""
 
 MEDIA_QUOTES_MAX = 262_144
-"""Maximum quotes among which images and recordings are looked for, in 40 ms."""
+"""Maximum quotes among which images and recordings are looked for. A choice: it takes 40 ms, in a thread."""
 
 WINDOW_BYTES = LONG_BYTES // 2
 """The body is divided into windows of this size: any long string fills at least one of them completely."""
@@ -44,7 +47,11 @@ _UNESCAPED = (b',"', b' "')
 _CONTENT = b'"content"'  # cannot occur within text, where quotes are escaped
 _MARK = MARK.encode()
 _MEDIA_OPENS = re.compile(rb'"(?:url|image_url|audio_url|data)"\s*:\s*"$')
-_OPENS_BYTES = 64  # including possible white space
+
+_OPENS_BYTES = 64
+"""Bytes before an image in which its member's name is looked for. A choice: twice the longest, for white
+space."""
+
 _MEDIA_CHARS = (
     b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
     b"+/=-_\\:;,. "  # base64, escapes, the beginning of a data URL

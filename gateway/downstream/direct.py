@@ -27,7 +27,7 @@ from gateway.downstream.relay import Head, announced_bytes
 _PATH = Endpoint.CHAT.value.encode()
 
 LEARNED_MAX = 3
-"""How many heads of a connection are learned: where each differs, that would only cost more."""
+"""How many heads of a connection are learned. A choice: where each differs, that would only cost more."""
 
 
 class DirectProtocol(GuardedProtocol):

@@ -12,9 +12,10 @@ from gateway.core.errors import CallerError, ConfigError, InvalidRequest
 from gateway.downstream.config_routes import InvalidConfiguration
 
 BODY_BYTES_MAX = 32 * 1024 * 1024
-"""The default maximum size of a request."""
+"""The default maximum size of a request (`requests.max_body_bytes`)."""
 
 CONFIG_CHARS_MAX = 1_000_000
+"""Maximum characters of a configuration to try. A choice: many times any real file."""
 
 
 class RequestForgotten(CallerError):

@@ -30,23 +30,31 @@ from gateway.downstream.relay import CallerGone, announced_bytes, check_encoding
 from gateway.ports import FileStore
 
 PATH = "/v1/files"
+
 PIECE_BYTES = 1024 * 1024
-"""Bytes of an upload that are written at once, and so its maximum memory use."""
+"""Bytes of an upload that are written at once, and so its maximum memory use. A choice, and the size of a
+piece in the store (`store.files.PIECE_BYTES`)."""
 
 READ_BYTES = 128 * 1024
-"""Bytes of a file that are read at once. A caller that reads slowly keeps about twice as many in memory."""
+"""Bytes of a file that are read at once. A choice: a caller that reads slowly keeps about twice as many in
+memory."""
 
 UPLOADS_MAX = 16
-"""Maximum concurrent uploads; others wait."""
+"""Maximum concurrent uploads; others wait. A choice that bounds memory and connections to the store."""
 
 UPLOADS_PER_KEY = 4
-"""The same per API key, if there are keys, so that slow uploads of one key do not block all others."""
+"""The same per API key, if there are keys. A choice, so that slow uploads of one key do not block all
+others."""
 
 UPLOADS_OVERHEAD = 64 * 1024
-"""Maximum size of a form without its file."""
+"""Maximum size of a form without its file: `multipart.FIELDS_MAX` fields of `multipart.FIELD_BYTES_MAX`."""
 
 CLEAN_UP_S = 5.0
+"""How long deleting an interrupted upload may take. A choice, as for a command (`store.files.COMMAND_S`);
+otherwise the store deletes it."""
+
 _PAGE_MAX = 10_000
+"""Files per page by default and at most: OpenAI's figure."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,28 +24,28 @@ from gateway.events import about
 log = logging.getLogger("gateway.downstream")
 
 HEAD_BYTES_MAX = 65_536
-"""Maximum bytes of a request's head, or of the trailers of its body."""
+"""Maximum bytes of a request's head, or of the trailers of its body. A choice: twice nginx's default."""
 
 HEAD_WITHIN_S = 15.0
 """How long a head may take, from the connection or its own first byte: a choice, not a measurement."""
 
 CONNECTIONS_MAX = 8_192
-"""Maximum number of connections of a listener. One more is told so, and closed."""
+"""Maximum number of connections of a listener. A choice: one more is told so, and closed."""
 
 PIPELINED_MAX = 256
-"""Maximum number of requests on one connection that wait for the answers before them: more than any client
-sends. A connection with more is dropped."""
+"""Maximum number of requests on one connection that wait for the answers before them. A choice: more than any
+client sends. A connection with more is dropped."""
 
 LINGER_S = 60.0
 """How long a connection that is being closed may wait for its caller to read the response, and how long the
-rest of a body may take once it was answered early."""
+rest of a body may take once it was answered early. A choice: slow networks against held connections."""
 
 STALLED_S = 180.0
-"""How long a caller may read nothing at all, whatever is sent. Longer than `caller.CALLER_STALL_S`, after
-which the routes that stream end their work."""
+"""How long a caller may read nothing at all, whatever is sent. A choice, longer than `caller.CALLER_STALL_S`,
+after which the routes that stream end their work."""
 
 READ_BYTES_MAX = 262_144
-"""Maximum bytes that event loops read at once."""
+"""Maximum bytes that event loops read at once: asyncio's figure."""
 
 _OF_UPGRADES = frozenset({b"upgrade", b"http2-settings"})
 """Headers, and values of `Connection`, that request a protocol upgrade."""

@@ -11,9 +11,12 @@ from gateway.downstream.relay import Head
 from gateway.ports import Headers
 
 HEAD_BYTES_MAX = 8_192
-"""Longer heads are always parsed."""
+"""Longer heads are always parsed. A choice: several times what SDKs send."""
 
 _DIGITS_MAX = 7
+"""Maximum digits of a Content-Length that is recognized. A choice: for a body of 10 MB or more, parsing its
+head is nothing."""
+
 _END = b"\r\n\r\n"
 _LENGTH = b"content-length"
 

@@ -28,16 +28,20 @@ from gateway.pipeline.caller import while_caller_reads
 from gateway.ports import Clock, Headers, IdempotencyStore, Recorder
 
 RETRY_AFTER_S = 2
-"""Retry-After while the answer is in progress. Every OpenAI client retries after a 409."""
+"""Retry-After while the answer is in progress. A choice: every OpenAI client retries after a 409, but twice
+only."""
 
 LEASE_S = 30.0
-"""How long the lease of a killed gateway prevents its request from being run again."""
+"""How long the lease of a killed gateway prevents its request from being run again. A choice: two renewals in
+a row may fail (docs/idempotency.md)."""
 
 RECORDED_BYTES_MAX = 256 * 1024 * 1024
-"""Maximum memory for all answers being recorded; further ones are not stored."""
+"""Maximum memory for all answers being recorded; further ones are not stored. A choice: 32 of the largest by
+default (`idempotency.max_answer_bytes`)."""
 
 PIECE_BYTES = 64 * 1024
-"""Size of the writes of a stored answer, which is the most that is buffered for a slow caller."""
+"""Size of the writes of a stored answer, which is the most that is buffered for a slow caller. A choice: few
+writes against memory."""
 
 REPLAYED_HEADERS: Headers = ((b"x-gateway-replayed", b"true"),)
 _REQUEST_ID = b"x-request-id"

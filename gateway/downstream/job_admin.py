@@ -19,7 +19,10 @@ from gateway.ports import JobStore
 log = logging.getLogger("gateway.jobs")
 
 PATH = "/admin/jobs"
+
 LIMIT, LIMIT_MAX = 100, 1000
+"""Jobs that are listed by default and at most. A choice: each is read from the store."""
+
 _FILTERS = ("key", "lane", "limit", "status")
 
 

@@ -17,35 +17,40 @@ from gateway.core.value_limit import is_escaped
 from gateway.core.values import LongText
 
 LONG_BYTES = 65_536
-"""Minimum size of a long text, as a JSON string with its quotes."""
+"""Minimum size of a long text, as a JSON string with its quotes. A choice: a shorter one is decoded in well
+under a millisecond."""
 
 PIECE_BYTES = 255_936
-"""Size of a piece, as received, decoded in 0.25 ms: 62 x 4128, so that runs of blanks or line breaks, counted
-in units of 31, are cut without loss."""
+"""Size of a piece, as received, decoded in 0.25 ms. A choice: 62 x 4128, so that runs of blanks or line
+breaks, counted in units of 31, are cut without loss."""
 
 TEXT_BYTES_MAX = 8 * 1024 * 1024
-"""Maximum size decoded at once: 32 bytes per token of the longest window, 262,144. Longer texts of messages
-are still decoded in pieces, in order to report their length."""
+"""Maximum size decoded at once. A choice: 32 bytes per token of the longest window, 262,144. Longer texts of
+messages are still decoded in pieces, in order to report their length."""
 
 NEAR_BYTES = 4_096
-"""The end of a line or word is searched in a range of this size first, because the range is copied."""
+"""The end of a line or word is searched in a range of this size first, because the range is copied. A choice:
+prose and code have one within it."""
 
 HASHED_BYTES = 65_536
-"""Size hashed or searched at once: a copy of it stays in the CPU caches."""
+"""Size hashed or searched at once. A choice: a copy of it stays in the CPU caches."""
 
 SLICE_BYTES = 1_310_720
-"""Size processed without a break, in 1.5 ms. A body up to this size is decoded by the event loop itself."""
+"""Size processed without a break, in 1.5 ms. A choice. A body up to this size is decoded by the event loop
+itself."""
 
 BREAK_S = 0.0001
-"""How long a thread sleeps to let others run: a zero sleep is too short for the waiting thread to wake up."""
+"""How long a thread sleeps to let others run. A choice: a zero sleep is too short for the waiting thread to
+wake up."""
 
 KEPT_BYTES = 16 * 1024 * 1024
-"""Maximum decoded text kept between decoding and counting, over all requests."""
+"""Maximum decoded text kept between decoding and counting, over all requests. A choice that bounds memory."""
 
 WELL_FORMED_MAX = 16_384
-"""Maximum number of texts remembered as well-formed."""
+"""Maximum number of texts remembered as well-formed. A choice that bounds memory."""
 
-_UNSURE_BYTES = 12  # a cut falls within at most one escape sequence
+_UNSURE_BYTES = 12
+"""Bytes before a cut that may be part of a character: the longest escape, `\\ud83d\\ude00`."""
 
 
 def long_text(raw: msgspec.Raw) -> LongText:
@@ -309,3 +314,4 @@ def _word_end(view: memoryview, begin: int, end: int) -> int:
 
 
 _SPACE = 0x20
+"""Code of the space."""

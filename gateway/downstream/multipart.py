@@ -17,9 +17,10 @@ from gateway.downstream.relay import CallerGone
 
 FIELDS_MAX = 16
 FIELD_BYTES_MAX = 4096
+"""Maximum fields of a form, and bytes of each but the file. A choice: OpenAI's form has three short ones."""
 
 PACE_BYTES_S = 16 * 1024
-"""Minimum average rate of an upload: slower ones are aborted."""
+"""Minimum average rate of an upload: slower ones are aborted. A choice: a byte now and then is no upload."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,11 @@
 from typing import Final
 
 FOUND_MAX: Final = 1_024
-"""`find` takes 0.04 ms per MB and 0.1 us per occurrence; `count` 0.7 ms per MB in any case."""
+"""Occurrences up to which `find` is used. Measured: it takes 0.04 ms per MB and 0.1 us per occurrence;
+`count` 0.7 ms per MB in any case."""
 
 COUNTED_BYTES: Final = 65_536
-"""Bytes counted at once, because `count` holds the GIL."""
+"""Bytes counted at once, because `count` holds the GIL. A choice: 0.05 ms."""
 
 
 def occurrences(character: bytes, body: bytes, most: int) -> int:

@@ -18,15 +18,19 @@ INLINE_BYTES = SLICE_BYTES
 """Bodies up to this size are parsed inline, in at most 2 ms for text; larger ones in a thread."""
 
 INLINE_OBJECTS = 1_000
-"""Maximum objects in a body parsed inline: a content part takes 2 us, an item of a response 12."""
+"""Maximum objects in a body parsed inline. A choice: a content part takes 2 us, an item of a response 12."""
 
 INLINE_VALUES = 50_000
-"""Approximate maximum of commas and brackets: 1.25 MB of prose has a third of that."""
+"""Approximate maximum of commas and brackets in a body parsed inline. A choice: 1.25 MB of prose has a third
+of that."""
 
 COUNTED_BYTES = 16_384
-"""Bodies up to this size are parsed inline without counting objects and values, which takes up to 0.1 ms."""
+"""Bodies up to this size are parsed inline without counting objects and values. A choice: counting takes up
+to 0.1 ms."""
 
 READERS = 2
+"""Maximum threads that parse bodies. A choice: each that computes delays the event loop (`threads.DECODERS`),
+and with one, a long body would hold up all others."""
 
 T = TypeVar("T")
 

@@ -10,7 +10,9 @@ from gateway.downstream.long_texts import beginning_of, long_text_at, whole_text
 
 _TEXT: Final = "text"
 _SOURCES = ("image_url", "audio_url", "input_audio")
+
 _SHOWN_CHARS = 64
+"""Characters of an image's URL that are looked at. A choice: enough for its scheme."""
 
 
 @valueclass(frozen=True, slots=True)

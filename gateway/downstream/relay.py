@@ -16,7 +16,7 @@ from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Headers
 
 FINISH_S = 30.0
-"""How long the end of a body may wait for a caller that does not read."""
+"""How long the end of a body may wait for a caller that does not read. A choice: the backend has finished."""
 
 
 class CallerGone(Exception):

@@ -55,13 +55,19 @@ from gateway.pipeline.caller import KEEP_ALIVE, SSE_HEADERS, while_caller_reads
 from gateway.ports import Clock, Downstream, Headers, Incoming, ResponseStore
 
 PATH = "/v1/responses"
+
 REFERENCES_MAX = 64
-"""Maximum number of responses that a request may refer to by item ids: each is looked up."""
+"""Maximum number of responses that a request may refer to by item ids. A choice: each is looked up."""
 
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
+
 _DEPTH_SPARE = 200
+"""Levels of nesting that are left for what surrounds an echo in an event. A choice, many times what an event
+has."""
+
 _PAGE = 20
 _PAGE_MAX = 100
+"""Input items per page by default and at most: OpenAI's figures."""
 
 
 @dataclass(frozen=True, slots=True)

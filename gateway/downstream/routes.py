@@ -55,7 +55,7 @@ from gateway.threads import beside
 log = logging.getLogger("gateway.downstream")
 
 LISTED_MAX = 200
-"""Maximum number of requests that may be asked for."""
+"""Maximum number of requests that may be asked for: as many as are kept (telemetry/journal.py)."""
 
 _NO_EMBEDDINGS = "This gateway serves Gemma 4 for text generation; it has no embeddings."
 _NO_BATCHES = "This gateway has no files and no batches: there are no `jobs` in its configuration."

@@ -11,7 +11,8 @@ from gateway.core.value_limit import SMALL_BYTES, VALUES_MAX
 
 PLACE_BYTES: Final = 256
 APART_BYTES: Final = 32_768
-"""A sample of this length is taken, in 0.4 us, from every block of this length."""
+"""A sample of the first length is taken, in 0.4 us, from every block of the second. A choice: 0.8 % of a body
+is looked at."""
 
 _MARKS = b",{["
 _random = Random().random  # unpredictable for callers

@@ -35,13 +35,15 @@ from gateway.threads import decoded
 log = logging.getLogger("gateway.downstream")
 
 PLACE_S = 2.0
-"""Polling interval for a caller that wants to know its position."""
+"""Polling interval for a caller that wants to know its position. A choice: each look is a command of the
+store."""
 
 LEAVE_S = 5.0
-"""Time limit for cancelling the job of a caller that has left."""
+"""Time limit for cancelling the job of a caller that has left. A choice, more than twice what one command may
+take."""
 
 _LOOK_S = 60.0
-"""Maximum polling interval if nothing else is due."""
+"""Maximum polling interval if nothing else is due. A choice: a backstop, since changes are told."""
 
 
 def for_submitter(error: GatewayError) -> GatewayError:

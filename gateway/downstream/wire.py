@@ -52,13 +52,15 @@ from gateway.downstream.value_limit import may_be_crowded
 from gateway.ports import Arrival, Headers
 
 MODEL_CHARS_MAX = 256
-"""Names are echoed, stored and displayed; longer ones are invalid."""
+"""Maximum characters of a model's name. A choice: names are echoed, stored and displayed; longer ones are
+invalid."""
 
 MEMBERS_MAX = 512
-"""Maximum members of a body: no engine has nearly as many."""
+"""Maximum members of a body. A choice: no engine has nearly as many."""
 
 SOFT_TOKENS_MAX = 1_048_576
-"""Maximum tokens that a request may ask for per image, more than any window. Larger numbers are clamped."""
+"""Maximum tokens that a request may ask for per image. A choice, more than any window. Larger numbers are
+clamped."""
 
 _TEXTS = ("text", "refusal", "thinking")
 _MEDIA = ("image_url", "audio_url", "video_url")
@@ -82,10 +84,17 @@ _ASIDE = frozenset(
 )
 """Members of a chat that are read but not part of `Chat`. Most requests have none of them."""
 _NO_PROMPT = "`prompt` must be a string, an array of strings or of tokens."
-_NEAR = 64  # bytes, including possible white space
+
+_NEAR = 64
+"""Bytes in which the beginning of a list in a list is looked for. A choice that leaves room for white
+space."""
+
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+
 SHORT_BYTES = 16_384
-"""Up to this size, bodies are assembled by msgspec, in a buffer that it grows as needed."""
+"""Up to this size, bodies are assembled by msgspec, in a buffer that it grows as needed. A choice: copying
+longer ones while it grows costs more."""
+
 _INCLUDE_USAGE = msgspec.Raw(b'{"include_usage":true}')
 
 

@@ -43,17 +43,18 @@ from gateway.threads import decoded
 log = logging.getLogger("gateway.jobs")
 
 AGAIN_S = 1.0
-"""Interval between attempts while the store is unreachable."""
+"""Interval between attempts while the store is unreachable. A choice, as in gateway/jobs/record.py."""
 
 RELEASE_S = 5.0
-"""How long a stopped runner may take to release its batches."""
+"""How long a stopped runner may take to release its batches. A choice: one command of the store
+(`store.batches.COMMAND_S`)."""
 
 WRITTEN_MAX = 32_768
-"""Maximum bytes of result lines written at once. A line of a cancelled batch takes 200, and 40 us to read and
-answer, while the event loop stands still."""
+"""Maximum bytes of result lines written at once. A choice: a line of a cancelled batch takes 200, and 40 us
+to read and answer, while the event loop stands still."""
 
 SUBMITTED_MAX = 32
-"""Maximum lines submitted between two checks of a batch."""
+"""Maximum lines submitted between two checks of a batch. A choice: a cancelled batch is noticed soon."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,16 @@ from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Headers, JobStore
 
 CHUNK_S = 0.25
-"""How long events are collected into a chunk: the maximum delay for a client that follows the answer."""
+"""How long events are collected into a chunk. A choice: the maximum delay for a client that follows the
+answer, against four commands a second per job (docs/store.md#size-of-jobs)."""
 
 GATHERED_MAX = 1024 * 1024
-"""Maximum unwritten bytes while the store is slow or unreachable; above this, backpressure is applied."""
+"""Maximum unwritten bytes while the store is slow or unreachable; above this, backpressure is applied. A
+choice that bounds memory."""
 
 AGAIN_S = 1.0
-"""Interval between attempts to write while the store is unreachable."""
+"""Interval between attempts to write while the store is unreachable. A choice: soon, and no load on a store
+that comes back."""
 
 
 class JobLost(CallerStalled):

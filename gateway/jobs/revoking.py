@@ -15,10 +15,10 @@ from gateway.events import about
 log = logging.getLogger("gateway.jobs")
 
 AGAIN_S = 1.0
-"""How soon it is tried again while the store does not answer."""
+"""How soon it is tried again while the store does not answer. A choice, as in gateway/jobs/record.py."""
 
 KEPT_MAX = 10_000
-"""How many are remembered; of more, the oldest are left to run."""
+"""How many are remembered; of more, the oldest are left to run. A choice that bounds memory."""
 
 
 class Revoking(Protocol):

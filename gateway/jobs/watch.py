@@ -13,7 +13,7 @@ from gateway.ports import Clock, JobStore
 log = logging.getLogger("gateway.jobs")
 
 LOOK_S = 5.0
-"""Polling interval."""
+"""Polling interval of the queue's figures. A choice: every process asks the store."""
 
 
 class QueueWatch:

@@ -58,7 +58,7 @@ log = logging.getLogger("gateway.jobs")
 T = TypeVar("T")
 
 FINISH_S = 5.0
-"""How long a stopped worker may take to return its jobs."""
+"""How long a stopped worker may take to return its jobs. A choice: some commands of the store."""
 
 
 @dataclass(frozen=True, slots=True)

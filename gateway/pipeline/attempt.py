@@ -43,13 +43,14 @@ from gateway.pipeline.whole_answers import read_whole
 from gateway.ports import ChunkMatch, Clock, Headers, Target, Upstream, UpstreamResponse
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
-"""A complete answer longer than this cannot come from a language model."""
+"""A complete answer longer than this cannot come from a language model. A choice that bounds memory."""
 
 ERROR_BYTES_MAX = 64 * 1024
-"""No more of the body of an error is read."""
+"""No more of the body of an error is read. A choice: `core.answers` uses the beginning only."""
 
 END_OF_BODY_S = 1.0
-"""How long a backend may take to close the body after `[DONE]` before the connection is dropped."""
+"""How long a backend may take to close the body after `[DONE]` before the connection is dropped. A choice:
+engines do so at once."""
 
 _HELD_TO_ITS_END = BackendError("The backend answered for other choices than those asked for.")
 

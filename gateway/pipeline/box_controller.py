@@ -53,24 +53,27 @@ from gateway.ports import BoxBoard, BoxFleet, Clock, JobStore, Ledger, Switch
 log = logging.getLogger("gateway.boxes")
 
 LOOK_S = 1.0
-"""Interval between two rounds of a box in which nothing happens."""
+"""Interval between two rounds of a box in which nothing happens. A choice: short compared with a swap."""
 
 LEAVE_S = 1.0
-"""How long a process that ends may take to give up its boxes; otherwise its ownership expires."""
+"""How long a process that ends may take to give up its boxes; otherwise its ownership expires. A choice: it
+is one command."""
 
 READY_S = 30.0
-"""How long a model that has passed its canary may remain unknown to the health checks of this process. After
-that, a model that does not answer is considered lost."""
+"""How long a model that has passed its canary may remain unknown to the health checks of this process. A
+choice: many probes. After that, a model that does not answer is considered lost."""
 
 STORE_LOST_S = 15.0
-"""How long the store may be unreachable before swaps are suspended: every ownership has expired by then."""
+"""How long the store may be unreachable before swaps are suspended: every ownership has expired by then
+(`store.boards.BOX_TTL_S`)."""
 
 SETTLE_S = 4.0
 """Time for all processes that share a store to learn that a box is draining, and for its owner to see the
-slots acquired before that: two rounds, one refresh of the ledger's snapshot, one command."""
+slots acquired before that: two rounds (`LOOK_S`), one refresh of the ledger's snapshot
+(`store.redis.REFRESH_S`), one command."""
 
 JOBS_SETTLE_S = 1.0
-"""Time for a newly claimed job to enter the waiting line and be counted there. A generous estimate."""
+"""Time for a newly claimed job to enter the waiting line and be counted there. A choice: generous."""
 
 _AT_WORK = frozenset({State.DRAINING, State.STOPPING, State.BOOTING, State.CHECKING})
 _LOST = frozenset({health.State.BOOTING, health.State.DOWN})

@@ -13,7 +13,8 @@ import anyio
 from gateway.ports import Headers
 
 CALLER_STALL_S = 120.0
-"""A caller that reads nothing for this long, with full buffers, counts as gone: it occupies a GPU slot."""
+"""A caller that reads nothing for this long, with full buffers, counts as gone. A choice: it occupies a GPU
+slot."""
 
 SSE_HEADERS: Headers = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -21,8 +22,10 @@ SSE_HEADERS: Headers = (
     (b"x-accel-buffering", b"no"),
 )
 KEEP_ALIVE = b": keep-alive\n\n"
+
 KEEP_ALIVE_S = 10.0
-"""Interval between two comments. 15 s is the longest found to be safe; a busy process needs a margin."""
+"""Interval between two comments. 15 s is the longest found to be safe; a busy process needs a margin, which
+is a choice."""
 
 PATIENCE_HEADER = "x-gateway-timeout-s"
 

@@ -10,13 +10,16 @@ from math import inf
 from types import TracebackType
 
 LATE_S = 0.5
-"""A look at the deadlines that is later than this means that the whole process stood still."""
+"""A look at the deadlines that is later than this means that the whole process stood still. A choice: long
+compared with every stall of its own (docs/performance.md)."""
 
 GRACE_S = 0.1
-"""How long they are then left alone, so that what has arrived meanwhile is read first."""
+"""How long they are then left alone, so that what has arrived meanwhile is read first. A choice: a few rounds
+of a busy event loop."""
 
 AGAIN_S = 0.01
-"""How soon it is tried again to end a block that somebody else is ending."""
+"""How soon it is tried again to end a block that somebody else is ending. A choice: that takes a round of the
+event loop."""
 
 
 class Deadlines:

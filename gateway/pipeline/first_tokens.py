@@ -14,11 +14,12 @@ import anyio
 from gateway.ports import Clock, Ledger, Slot
 
 OVERHEAD_S = 0.05
-"""Added to each prediction: the time to receive the request, and the engine step it has to wait for."""
+"""Added to each prediction: the time to receive the request, and the engine step it has to wait for. A choice
+without a margin, because the limit on outstanding prefill has one."""
 
 TOGETHER_S = 0.02
-"""Predictions are reported together, up to this late. With thousands of requests per second, one is due in
-every fraction of a millisecond, and most are of requests that have ended."""
+"""Predictions are reported together, up to this late. A choice: with thousands of requests per second, one is
+due in every fraction of a millisecond, and most are of requests that have ended."""
 
 
 class FirstTokens:

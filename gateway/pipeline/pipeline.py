@@ -80,10 +80,11 @@ _REFUSALS = frozenset({Outcome.FAILED, Outcome.MISCONFIGURED})
 """Outcomes that may be caused by the request itself rather than by the backend."""
 
 BYTES_PER_TOKEN = 4
-"""Approximate bytes per token of prose."""
+"""Approximate bytes per token of prose: 4.2 in docs/performance.md#how-it-is-measured."""
 
 NO_WAIT_S = 0.001
-"""A request that got a slot in less than this counts as not having waited."""
+"""A request that got a slot in less than this counts as not having waited. A choice: a command to the store
+may take as long."""
 
 _NO_FAILURES: frozenset[str] = frozenset()
 _NO_SHARES: Mapping[str, float] = MappingProxyType({})

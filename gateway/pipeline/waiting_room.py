@@ -19,15 +19,15 @@ from gateway.core.waiting import MISS_PAUSE_S, Offer, Reason, Refused, Ticket, W
 from gateway.ports import Clock, Ledger, Slot
 
 RELEASE_S = 1.0
-"""Limit on the wait for the ledger at the end of a request. One shared through Redis has limits of its own,
-and is not cancelled by this one. In this process the slot is free at once."""
+"""Limit on the wait for the ledger at the end of a request. A choice. One shared through Redis has limits of
+its own, and is not cancelled by this one. In this process the slot is free at once."""
 
 REDECIDED_TOGETHER = 16
-"""Maximum number of queued requests that ask again in one go when the policy has changed. Each takes some
-0.3 ms, in which every stream stands still, and 10 us for each backend."""
+"""Maximum number of queued requests that ask again in one go when the policy has changed. A choice: each
+takes some 0.3 ms, in which every stream stands still, and 10 us for each backend."""
 
 _ONE_TOGETHER_BACKENDS = 1_000
-"""In front of as many backends, one request at a time."""
+"""In front of as many backends, one request at a time: then it takes 10 ms by itself."""
 
 
 class PolicyChanged(Exception):

@@ -20,7 +20,8 @@ from gateway.pipeline.chunk_fast_path import Counter, NullCounter
 from gateway.ports import Clock, Ledger, Slot
 
 JUDGED_S = 120.0
-"""How long a judgement of the current share remains valid. The control makes one every 30 s."""
+"""How long a judgement of the current share remains valid. A choice: four of the control's intervals
+(`core.tpot_control.DECIDE_S`)."""
 
 _JUDGEMENTS = frozenset({Move.UP, Move.DOWN, Move.DOWN_ENGINE_QUEUE, Move.HELD_IN_BAND, Move.HELD_AT_LIMIT})
 

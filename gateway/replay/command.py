@@ -23,8 +23,13 @@ from gateway.replay.moving import Move
 from gateway.replay.reading import Unusable
 
 FAILURE, USAGE = 1, 2
+"""Exit statuses of a command that failed, and of one that was wrong: click's for wrong usage."""
+
 PIPED_WIDTH = 160
+"""Characters per line if the output is not a terminal. A choice: wide enough for the tables."""
+
 BROKEN_SHOWN = 10
+"""Maximum broken lines that are listed. A choice: `--json` has them all."""
 
 
 @click.command()

@@ -77,7 +77,8 @@ WHOLE_MAX = 2**53
 """The largest integer; up to it, integers are exact as floats, to which most figures are converted."""
 
 SECONDS_MAX = 315_360_000
-"""Ten years: longer than anything here lasts, and short enough for every timer and for Redis to count."""
+"""Ten years. A choice: longer than anything here lasts, and short enough for every timer and for Redis to
+count."""
 
 
 def _countable(number: int) -> int:
@@ -96,8 +97,9 @@ Weight = Annotated[float, Field(ge=0, le=1_000_000), BeforeValidator(number)]  #
 Share = Annotated[float, Field(gt=0, le=1), BeforeValidator(number)]
 Figure = Annotated[float, Field(ge=0, le=1000), BeforeValidator(number)]  # to the power of `Sharpness`, too
 Accepted = Annotated[float, Field(ge=1, le=1000), BeforeValidator(number)]
-
 Sharpness = Annotated[float, Field(ge=1, le=20), BeforeValidator(number)]
+"""Numbers in the file. Their upper limits are choices, far above any real value: arithmetic stays finite."""
+
 
 _SLUG = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 
@@ -137,6 +139,7 @@ Sha256 = Annotated[str, AfterValidator(_sha256), Field(json_schema_extra={"patte
 
 
 PORT_MAX = 65535
+"""The highest port: TCP's."""
 
 
 class Address(NamedTuple):
@@ -306,7 +309,9 @@ StoreUrl = Annotated[
 
 
 _HOST = re.compile(r"([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]*)?")
+
 _URL_MAX = 2048
+"""Maximum characters of a URL. A choice: common servers take as many."""
 
 
 def _webhook_url(written: str) -> str:

@@ -660,17 +660,24 @@ class _Kind(Enum):
 
 
 DOCUMENT_TOKENS = 8_000
-"""A class only for prompts longer than this is for documents: minutes of waiting are normal for it."""
+"""A class only for prompts of at least this length is for documents: minutes of waiting are normal for it. A
+choice: the longest chat in docs/routing.md#what-it-is-worth."""
 
 _WAITS = {
     _Kind.CHAT: Waiting(),
     _Kind.DOCUMENT: Waiting(max_wait_s=900.0, ttft_target_s=60.0, prefill_weight=1.0),
     _Kind.REASONING: Waiting(max_wait_s=600.0, ttft_target_s=600.0, prefill_weight=1.0),
 }
+"""Default waits by the purpose of a class. Documents and reasoning: the targets, and when callers leave, of
+docs/routing.md#what-it-is-worth; the reasons for the weights are in docs/routing.md#the-queue."""
+
 CHAT_PREFILL_S = 0.6
+"""Default of `gates.prefill_s` for chat pools, in seconds. A choice: with the wait for a slot
+(`Waiting.max_wait_s`), it stays within the target of 2 s."""
 
 _STEP_S = 1e-6
-"""The shortest step of an engine with which speeds and waits can be calculated."""
+"""The shortest step of an engine with which speeds and waits can be calculated. A choice: a
+thousandth of any real one."""
 
 
 def _kind(section: ClassSection) -> _Kind:

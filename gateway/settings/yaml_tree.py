@@ -14,8 +14,13 @@ import yaml
 
 Path = tuple[str | int, ...]
 
-_VALUES_MAX = 50_000  # a guess far above any real file; limits exponential expansion of anchors
-_DEPTH_MAX = 40  # stops an anchor that contains itself
+_VALUES_MAX = 50_000
+"""Maximum values of a file. A choice far above any real file: it limits the exponential expansion of
+anchors."""
+
+_DEPTH_MAX = 40
+"""Maximum depth of a file. A choice: it stops an anchor that contains itself."""
+
 _MERGE = "tag:yaml.org,2002:merge"
 _OCTAL = re.compile(r"(?P<sign>[-+]?)0[0_]*(?P<digits>[1-7][0-7_]*)")
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<default>:-[^}]*)?\}|\$\{")

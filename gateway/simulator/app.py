@@ -35,8 +35,13 @@ from gateway.simulator.template import Rendered, raw
 from gateway.simulator.wire import DONE, ENGINE_DEAD, Identity, StreamWriter, whole
 
 VERSION = "0.32.0"  # the vLLM version whose API is simulated
-_INLINE_CHARS = 65_536  # longer prompts are tokenised in a thread
+
+_INLINE_CHARS = 65_536
+"""Longer prompts are tokenised in a thread. A choice: it takes some 2 ms."""
+
 _SLOW_HEADERS_S = 5.0
+"""Engine seconds that the fault `slow_headers` lasts by default. A choice."""
+
 _SSE = "text/event-stream; charset=utf-8"
 _METRICS = "text/plain; version=1.0.0; charset=utf-8"
 _GUARDED = ("/v1/", "/v2/", "/inference/")

@@ -26,7 +26,8 @@ from gateway.simulator.door import ClientConnection, Door, cut_connections, wire
 from gateway.simulator.options import Fault, FaultOrder, SimulatorOptions
 from gateway.simulator.server import Simulator, behind
 
-_REMEMBERED = 1000  # maximum number of swaps, residencies and violations kept, each
+_REMEMBERED = 1000
+"""Maximum number of swaps, residencies and violations kept, each. A choice."""
 
 
 class Box:

@@ -12,6 +12,7 @@ from gateway.simulator.command import answer_tokens_option, host_option, speed_o
 from gateway.simulator.options import SimulatorOptions
 
 PORT_MAX = 65_535
+"""The highest port: TCP's."""
 
 Command = TypeVar("Command", bound=Callable[..., None])
 

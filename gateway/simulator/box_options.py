@@ -8,11 +8,14 @@ from typing import Any
 from gateway.core.profile import Basis, Profile, Provenance
 from gateway.simulator.options import SimulatorOptions
 
-BOOT_S = (
-    306.0  # spark-nvfp4's: cold, compile and graph capture (docs/profiles.md); a warm boot is not published
-)
+BOOT_S = 306.0
+"""Published for spark-nvfp4: cold, with compilation and graph capture (docs/profiles.md). A warm boot is
+not."""
+
 QWEN = "qwen"
-_QWEN_TOKENS_PER_S = 30.0  # of a single stream; a placeholder until there is a measurement
+
+_QWEN_TOKENS_PER_S = 30.0
+"""Speed of a single stream. A choice: a placeholder until there is a measurement (docs/boxes.md)."""
 
 
 class Boot(StrEnum):

@@ -24,9 +24,14 @@ from gateway.simulator.refusals import (
 from gateway.simulator.script import ChoiceRequest, Script, as_content, sample_json, write
 from gateway.simulator.template import IMAGE_TOKENS, Rendered, of_ids, raw, render
 
-CHARS_PER_TOKEN_MAX = 31  # vLLM rejects longer texts before it tokenizes them
-_COMPLETION_TOKENS = 16  # default output of /v1/completions
+CHARS_PER_TOKEN_MAX = 31
+"""vLLM rejects longer texts before it tokenizes them: the longest entry of Gemma's vocabulary."""
+
+_COMPLETION_TOKENS = 16
+"""Default output of /v1/completions: vLLM's, and OpenAI's."""
+
 _LOGPROBS_MAX = 20
+"""vLLM's default of `--max-logprobs`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,19 @@ from uvicorn.server import ServerState
 
 from gateway import tcp
 
-KEEP_ALIVE_S = 5  # as in vLLM: idle connections are closed after this time
-ENDING_S = 1.0  # real seconds for answers to write their last bytes
+KEEP_ALIVE_S = 5
+"""Idle connections are closed after this time, as by vLLM (measured:
+`upstream.backend_clients.KEEPALIVE_S`)."""
+
+ENDING_S = 1.0
+"""Real seconds for answers to write their last bytes. A choice."""
+
 _BACKLOG = 2048
+"""Connections that may wait to be accepted: uvicorn's default."""
+
 _LOOK_S = 0.002
+"""Real seconds between two looks at uvicorn's tasks. A choice."""
+
 _HANGUP = getattr(select, "POLLRDHUP", select.POLLHUP)  # Linux has the first
 
 

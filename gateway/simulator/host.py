@@ -20,9 +20,14 @@ from gateway.simulator.options import SimulatorOptions
 from gateway.simulator.script import Script
 from gateway.simulator.tally import Tally
 
-_SLEEP_MIN_S = 0.0005  # a timer costs more than a shorter wait
-_SETTLE_S = 0.01  # real time for a caller to follow an answer with a request
-_LAG_MAX_S = 0.25  # a delay beyond this is not made up for
+_SLEEP_MIN_S = 0.0005
+"""Shorter waits are skipped. A choice: a timer costs more."""
+
+_SETTLE_S = 0.01
+"""Real seconds for a caller to follow an answer with a request. A choice."""
+
+_LAG_MAX_S = 0.25
+"""Real seconds; a longer delay is not made up for. A choice: a burst of late steps would be no engine's."""
 
 
 @dataclass(slots=True, eq=False)

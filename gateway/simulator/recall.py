@@ -9,6 +9,8 @@ import re
 
 _CHARS_MAX = 400
 _NUMBERS_MAX = 10_000
+"""Longest question that is answered, and most numbers counted. Choices that bound the work."""
+
 _REPEAT = re.compile(
     r"""(?:please\ )?(?:reply|answer|respond|say|repeat|write|return|output)\b [^"'`\n]{0,60}?
         (?:(?P<quote>["'`])(?P<quoted>[^"'`\n]{1,80})(?P=quote)

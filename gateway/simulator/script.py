@@ -188,7 +188,10 @@ _SAMPLES = {
     "name": "Ada",
 }
 _SCALARS: dict[object, object] = {"integer": 3, "number": 1.5, "boolean": True, "null": None}
+
 _DEPTH_MAX = 6
+"""Levels of a schema that are filled in. A choice: schemas may refer to themselves."""
+
 _CHOICES = ("enum", "examples")
 _SAYS_MORE = frozenset({"const", *_CHOICES})
 """What is taken before a reference or a union that stands beside it."""

@@ -27,9 +27,14 @@ from gateway.simulator.host import EngineHost
 from gateway.simulator.options import Fault, FaultOrder, SimulatorOptions
 from gateway.simulator.tally import Tally
 
-_BOOT_S = 120.0  # where nobody published a boot time: a guess between the published 147 s and 60 s
+_BOOT_S = 120.0
+"""Boot time where nobody published one. A choice between the published 147 s and 60 s."""
+
 _REFUSE_S = 5.0
-_DYING_S = 0.5  # from the engine's death to the server's, about as measured (0.3 to 0.9 s)
+"""How long the fault `refuse` lasts by default. A choice."""
+
+_DYING_S = 0.5
+"""From the engine's death to the server's: about as measured on vLLM (0.3 to 0.9 s)."""
 
 
 class Memory(Protocol):

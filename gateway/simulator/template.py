@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 
 from gateway.simulator import pieces
 
-IMAGE_TOKENS = 280  # the image processor's default budget
-AUDIO_TOKENS = 750  # the most one audio part can have
+IMAGE_TOKENS = 280
+"""Soft tokens per image: the image processor's default budget (`core.estimation.IMAGE_BUDGETS`)."""
+
+AUDIO_TOKENS = 750
+"""Soft tokens per audio part: the most one can have."""
 
 
 class Token(NamedTuple):

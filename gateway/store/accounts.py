@@ -16,7 +16,8 @@ from gateway.ports import Slot
 from gateway.store.leases import Freed, Order, Reply
 
 PEAK_TICKS = 5
-"""Ticks over which the peak use is remembered. Surplus unused for twice as long is returned."""
+"""Ticks over which the peak use is remembered. Surplus unused for twice as long is returned. A choice: a
+second or two (`redis.TICK_S`)."""
 
 _NOTHING = Load()
 _NONE = Load(-1, -1, -1, -1, -1, -1)

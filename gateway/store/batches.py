@@ -31,16 +31,21 @@ from gateway.store.jobs import LOST_S, PROMISE_S, key_of, owner_of, promised, re
 from gateway.store.outages import LoggedConnections
 
 COMMAND_S = 5.0
-"""Timeout of a command, and of waiting for a connection: a line may be megabytes long."""
+"""Timeout of a command, and of waiting for a connection. A choice: a line may be megabytes long."""
 
 LEASE_S = 10.0
-"""A runner that runs no operation on a batch for this long loses it."""
+"""A runner that runs no operation on a batch for this long loses it. A choice, as for jobs
+(`jobs.LOST_S`)."""
 
 EACH_MAX = 4
-"""Maximum number of batches per API key in progress, so that one key cannot occupy all runners."""
+"""Maximum number of batches per API key in progress. A choice, so that one key cannot occupy all runners."""
 
 CONNECTIONS_MAX = 8
+"""Connections per process. A choice that bounds a process's connections (docs/store.md#size-of-jobs)."""
+
 _ENDED_MAX = 32
+"""Maximum ended lines that one look returns. A choice: their results are read next, as many commands."""
+
 _SCRIPTS = (
     *("create", "get", "cancel", "revoke", "take", "look", "running", "move", "submit", "write", "collect"),
     "release",

@@ -12,9 +12,11 @@ from gateway.store.connections import Connections, StoreAway, milliseconds
 from gateway.store.redis import COMMAND_S
 
 BOX_TTL_S = 15.0
-"""Lease time of an ownership: how long a box is unmanaged after its owner has crashed."""
+"""Lease time of an ownership: how long a box is unmanaged after its owner has crashed. A choice, as for
+accounts (`redis.TTL_S`)."""
 
 CONNECTIONS_MAX = 2
+"""Connections per process. A choice: boxes take turns at them."""
 
 
 class RedisBoard:

@@ -29,16 +29,20 @@ UNREACHABLE = (RedisError, OSError, RuntimeError)
 reset is noticed."""
 
 BACKSTOP_S = 60.0
-"""redis-py's own timeouts, only a backstop. Those of `patience` are shorter, and allow for stalls."""
+"""redis-py's own timeouts, only a backstop. A choice: those of `patience` are shorter, and allow for
+stalls."""
 
 ONCE_MORE_S = 0.01
-"""After the timeout of a command, received data is checked once more, this much later."""
+"""After the timeout of a command, received data is checked once more, this much later. A choice: enough for
+one round of the event loop."""
 
 LOOKS = 10
-"""A command's timeout is divided into this many parts, after each of which the clock is checked."""
+"""A command's timeout is divided into this many parts, after each of which the clock is checked. A choice:
+fine enough to tell the store's time from this process's."""
 
 LATE_PART = 0.25
-"""Weight of a part whose end was noticed late, by at least the length of a part."""
+"""Weight of a part whose end was noticed late, by at least the length of a part. A choice: a process that
+always stands still gives up in the end."""
 
 _FOLDER = resources.files("gateway.store")
 

@@ -25,14 +25,33 @@ from anyio.streams.text import TextReceiveStream
 from gateway.core.errors import ConfigError, StartupBlocked
 
 START_S = 10.0
-LOAD_S = 120.0  # limit for a start with a data directory, which is loaded first
+"""How long a start may take without a data directory. A choice: it takes a fraction of a second, and longer
+on a busy machine."""
+
+LOAD_S = 120.0
+"""How long a start may take with a data directory, which is loaded first. A choice: a large one takes a
+while."""
+
 STOP_S = 5.0
-SOCKET_PATH_MAX = 100  # bytes; the system's limit is 104 to 108
+"""How long a server may take to stop. A choice, longer than `embedded_watch.STOP_S`, after which its watcher
+kills it."""
+
+SOCKET_PATH_MAX = 100
+"""Maximum bytes of a socket's path: the systems' limits are 104 to 108 (`sun_path`)."""
+
 READY = re.compile(r"ready to accept connections", re.I)
-LAST_WORDS = 2  # the final warnings: what went wrong, and that it exits
+
+LAST_WORDS = 2
+"""Number of final warnings that are told: what went wrong, and that it exits."""
+
 _PREFIX = re.compile(r"^\d+:[A-Z] \d+ \w+ \d+ [\d:.]+ (?P<level>[-.*#]) ")
+
 _TAIL_CHARS = 4096
+"""Characters of the server's output that are kept for that. A choice: some forty lines."""
+
 _BY_SIGNAL = 128
+"""Exit statuses from here on are 128 plus the number of a signal, as `embedded_watch` and shells have it."""
+
 _WATCH = Path(__file__).with_name("embedded_watch.py")
 
 

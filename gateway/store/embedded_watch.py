@@ -14,6 +14,7 @@ import threading
 from contextlib import suppress
 
 STOP_S = 3.0
+"""How long the server may take to stop before it is killed. A choice: it syncs its file."""
 
 
 def main(folder: str, command: list[str]) -> int:

@@ -4,6 +4,8 @@ import heapq
 from dataclasses import dataclass, field
 
 _SPARE = 64
+"""The heap is rebuilt when it exceeds twice the number of records by more than this. A choice: rebuilding a
+small one saves nothing."""
 
 
 @dataclass(slots=True)

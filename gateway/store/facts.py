@@ -29,17 +29,21 @@ from gateway.events import about
 log = logging.getLogger("gateway.store")
 
 VERSION = 1
+"""Version of the form of facts. Those of another are ignored."""
+
 BYTES_MAX = 262_144
-"""Maximum size of a process's facts: enough for 256 callers with names of 200 characters, and 200 backends of
-which none takes anything, for the longest of reasons: 156 KB."""
+"""Maximum size of a process's facts. A choice: enough for 256 callers with names of 200 characters, and 200
+backends of which none takes anything, for the longest of reasons: 156 KB."""
 
 REASON_CHARS_MAX = 300
+"""Maximum characters of a verdict's reason. A choice: it is for a line of the log."""
+
 FEW_MAX = 10_000
-"""Larger counts of ejections or waiting long prompts are sent as this. A number out of range would make all
-facts of a gateway invalid."""
+"""Larger counts of ejections or waiting long prompts are sent as this. A choice: no difference counts above.
+A number out of range would make all facts of a gateway invalid."""
 
 LEFT_MAX_S = 86_400.0
-"""Maximum remaining time of a verdict; longer ones are sent as this, for the same reason."""
+"""Maximum remaining time of a verdict. A choice: a day; longer ones are sent as this, for the same reason."""
 
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Few = Annotated[int, Meta(ge=0, le=FEW_MAX)]

@@ -15,11 +15,18 @@ from gateway.store.jobs import key_of, owner_of
 from gateway.store.outages import LoggedConnections
 
 COMMAND_S = 5.0
-"""Timeout of a command, and of waiting for a connection: a piece is a megabyte."""
+"""Timeout of a command, and of waiting for a connection. A choice: a piece is a megabyte."""
 
-PIECE_BYTES = 1024 * 1024  # as in files.lua
+PIECE_BYTES = 1024 * 1024
+"""Size of the pieces of a file, as in files.lua. A choice: no command should hold up the server."""
+
 CONNECTIONS_MAX = 8
+"""Connections per process. A choice that bounds a process's connections (docs/store.md#size-of-jobs); half of
+`downstream.files.UPLOADS_MAX`, since uploads wait for their callers most of the time."""
+
 _PAGE = 500
+"""Files listed by one script. A choice, so that none blocks the server for long."""
+
 _SCRIPTS = ("write", "close", "get", "page", "delete")
 
 

@@ -12,9 +12,10 @@ from gateway.store.connections import milliseconds
 from gateway.store.outages import LoggedConnections
 
 COMMAND_S = 2.0
-"""Timeout of a command, and of waiting for a connection: an answer may be megabytes long."""
+"""Timeout of a command, and of waiting for a connection. A choice: an answer may be megabytes long."""
 
 CONNECTIONS_MAX = 8
+"""Connections per process. A choice: a command is short unless its answer is long."""
 
 
 class RedisIdempotency:

@@ -16,10 +16,13 @@ from gateway.tasks import tasks_beside
 log = logging.getLogger("gateway.store")
 
 GOOD_SPELL_S = 60.0
-"""A server that ran for this long before it exited is restarted without a pause."""
+"""A server that ran for this long before it exited is restarted without a pause. A choice, as for workers
+(docs/scaling.md)."""
 
 PAUSE_S = 0.5
 PAUSE_MAX_S = 30.0
+"""The first pause before a restart, and the longest: each is twice the one before. A choice: soon after a
+chance failure, seldom while the disk stays full."""
 
 
 def next_pause_s(before_s: float, lived_s: float) -> float:

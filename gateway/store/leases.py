@@ -15,9 +15,10 @@ from gateway.store.wire import PipelinedConnections, ScriptMissing, packed, subs
 
 _counters = attrgetter(*COUNTERS)
 _SIZE = len(COUNTERS)
+
 _HEAD = 4
 _REPLY = _HEAD + 3 * _SIZE
-"""Number of values that every reply begins with."""
+"""Number of values before the counters of a reply, and with the counters, as the scripts return them."""
 
 
 @valueclass(frozen=True, slots=True)

@@ -13,12 +13,11 @@ from gateway.store.connections import Connections, StoreAway
 log = logging.getLogger("gateway.store")
 
 RETRY_AFTER_S = 5.0
-"""`Retry-After` for callers of a store that does not answer."""
+"""`Retry-After` for callers of a store that does not answer. A choice: a failover takes seconds."""
 
 REFUSED_S = 300.0
-"""A store that has refused a command is back after this long without a refusal, if not before.
-
-It is much longer than the minute after which `GatewayJobsStoreAway` fires, for a site with few jobs."""
+"""A store that has refused a command is back after this long without a refusal, if not before. A choice: much
+longer than the minute after which `GatewayJobsStoreAway` fires, for a site with few jobs."""
 
 
 class LoggedConnections(Connections):

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from gateway.core.values import Prefixes
 
 HOLDERS_MAX = 4
-"""Backends remembered per prefix: a shared system prompt is soon cached on all replicas of a pool."""
+"""Backends remembered per prefix. A choice: a shared system prompt is soon cached on all replicas of a
+pool."""
 
 
 class MemoryPrefixIndex:

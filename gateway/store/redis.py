@@ -45,16 +45,19 @@ from gateway.store.process_name import process_name
 from gateway.store.wire import fail
 
 TTL_S = 15.0
-"""Expiry of an account that is not settled: how long the slots of a crashed gateway stay occupied."""
+"""Expiry of an account that is not settled: how long the slots of a crashed gateway stay occupied. A choice:
+long enough for a stalled process, short enough for the others."""
 
 COMMAND_S = 0.5
-"""Timeout of a command, and of waiting for its turn. Below 1 ms is normal."""
+"""Timeout of a command, and of waiting for its turn. A choice: below 1 ms is normal (docs/store.md#size), and
+requests wait for it."""
 
 REFRESH_S = 1.0
-"""Maximum age of a snapshot of what the others hold."""
+"""Maximum age of a snapshot of what the others hold. A choice: a command per process and backend."""
 
 TICK_S = 0.2
-"""Maximum age of the snapshot while requests are being placed."""
+"""Maximum age of the snapshot while requests are being placed. A choice, judged by
+`benchmarks/freshness.py`."""
 
 PLACED_MAX = 24
 """Requests that a process places on a backend before it reports and refreshes, divided by the square of the
@@ -62,13 +65,15 @@ number of other processes: 24 with one other, 3 with three, each one with five. 
 processes all choose the same backend (`benchmarks/freshness.py`)."""
 
 GIVEN_BACK_S = 0.1
-"""How long a request without room waits for others to return surplus. 1 ms is normal."""
+"""How long a request without room waits for others to return surplus. A choice: 1 ms is normal."""
 
 MUTE_S = 1.0
-"""Processes that did not return their surplus in time are not waited for again for this long."""
+"""Processes that did not return their surplus in time are not waited for again for this long. A choice: a
+tenth of the time at most is spent in vain."""
 
 CATCH_UPS_MAX = 5
-"""Maximum rounds of a synchronization to cover slots that were acquired during it."""
+"""Maximum rounds of a synchronization to cover slots that were acquired during it. A choice: each round has
+fewer."""
 
 _REASONS = tuple(COUNTERS.values())
 OnSync = Callable[[StoreAway | None], None]

@@ -7,9 +7,10 @@ from gateway.store.connections import milliseconds
 from gateway.store.outages import LoggedConnections
 
 COMMAND_S = 2.0
-"""Timeout of a command, and of waiting for a connection: a record may be megabytes long."""
+"""Timeout of a command, and of waiting for a connection. A choice: a record may be megabytes long."""
 
 CONNECTIONS_MAX = 8
+"""Connections per process. A choice, as for idempotency keys."""
 
 
 class RedisResponseStore:

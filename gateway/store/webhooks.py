@@ -15,15 +15,17 @@ from gateway.store.jobs import key_of
 from gateway.store.outages import LoggedConnections
 
 COMMAND_S = 2.0
-"""Timeout of a command. No caller waits for one."""
+"""Timeout of a command. A choice: no caller waits for one."""
 
 CLAIM_S = 60.0
-"""Expiry of a claim: three times the maximum duration of an attempt."""
+"""Expiry of a claim: three times the maximum duration of an attempt (`upstream.webhook_calls.ATTEMPT_S`)."""
 
 PENDING_MAX = 100_000
-"""Maximum number of pending deliveries per endpoint."""
+"""Maximum number of pending deliveries per endpoint. A choice: 75 MB (docs/webhooks.md)."""
 
 CONNECTIONS_MAX = 4
+"""Connections per process. A choice: no caller waits for one."""
+
 _SCRIPTS = ("events", "hearers", "hand_on", "claim", "settle", "pending")
 
 

@@ -26,7 +26,8 @@ from redis.asyncio.connection import AbstractConnection
 from gateway.store.connections import ONCE_MORE_S, UNREACHABLE, Connections, StoreAway, patience, text_of
 
 WIRES = 2
-"""Connections per process. One would suffice; with two, a stalled one does not hold up later commands."""
+"""Connections per process. A choice: one would suffice; with two, a stalled one does not hold up later
+commands."""
 
 
 class ScriptMissing(StoreAway):

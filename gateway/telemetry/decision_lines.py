@@ -16,6 +16,7 @@ from gateway.core.usage import Ending, RequestRecord
 from gateway.core.values import CountMode, Endpoint, Policy
 
 VERSION = 1
+"""Version of the form of lines. `replay` cannot read those of a newer one."""
 
 
 class NewerFormat(Exception):

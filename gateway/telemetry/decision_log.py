@@ -26,21 +26,26 @@ from gateway.telemetry import decision_lines
 log = logging.getLogger("gateway.decisions")
 
 QUEUE_MAX = 10_000
-"""Maximum number of queued requests; further ones are dropped and counted."""
+"""Maximum number of queued requests; further ones are dropped and counted. A choice that bounds memory:
+seconds of full load."""
 
 BATCH_MAX = 500
-"""Maximum number of requests per write."""
+"""Maximum number of requests per write. A choice: the file is locked meanwhile."""
 
 COLLECT_S = 0.1
-"""How long the first request of a batch waits for more: waking the thread, locking and writing cost 80 us,
-which would dominate if each request was written separately."""
+"""How long the first request of a batch waits for more. A choice: waking the thread, locking and writing cost
+80 us, which would dominate if each request was written separately."""
 
 POLICIES_MAX = 16
-"""Number of policies remembered for requests that were decided before the last reload."""
+"""Number of policies remembered for requests that were decided before the last reload. A choice: requests
+outlast a few."""
 
 WARNING_EVERY_S = 60.0
+"""Minimum interval between two warnings of lost lines. A choice: a disk that is full stays so."""
+
 END_S = 5.0
-"""Seconds that an unresponsive disk may delay the end of the process."""
+"""Seconds that an unresponsive disk may delay the end of the process. A choice: lines for a restart that is
+not held up."""
 
 _Line = tuple[str, bytes]
 """The version of a request's policy, and its line."""

@@ -11,9 +11,10 @@ from prometheus_client.registry import Collector
 
 from gateway.core.jobs import AttemptEnd, AttemptOutcome, JobOutcome, JobStatus, QueueSnapshot
 
-# From jobs served at once to those that wait for a night or a day.
 QUEUE_BUCKETS_S = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 1800, 3600, 7200, 14400, 28800, 57600, 86400)
 DURATION_BUCKETS_S = (1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 57600, 86400)
+"""Buckets of waits and durations of jobs. A choice: from jobs served at once to those that wait for a night
+or a day."""
 
 
 class JobMetrics:

@@ -18,12 +18,15 @@ from time import monotonic, sleep
 from typing import TextIO
 
 HELD_BYTES_MAX = 1024 * 1024
-"""Maximum bytes buffered: some 2,500 requests."""
+"""Maximum bytes buffered. A choice: some 2,500 requests."""
 
 LAST_S = 1.0
-"""How long the end of a process waits for a reader."""
+"""How long the end of a process waits for a reader. A choice: the last lines, which say why, against the end
+of the process."""
 
 _AGAIN_S = 0.01
+"""Interval between attempts meanwhile. A choice: a small part of `LAST_S`."""
+
 _DESCRIPTORS = "/proc/self/fd"
 
 

@@ -35,9 +35,12 @@ jobs_log = logging.getLogger("gateway.jobs")
 webhooks_log = logging.getLogger("gateway.webhooks")
 
 LOOK_S, AGAIN_S = 5.0, 0.1
+"""Interval between two rounds that write what was held back, and while a reader is behind. A choice."""
+
 CALM_S = 60.0
 CALM_LINES = 10
-"""Maximum number of lines of one kind within `CALM_S`."""
+"""Period, and maximum number of lines of one kind within it. A choice: nobody reads more, and a backend that
+flaps must not fill a disk."""
 
 _SUBJECTS = ("backend", "box", "endpoint", "lane", "store", "worker")
 _ONE_EACH = frozenset(

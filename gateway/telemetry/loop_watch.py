@@ -13,8 +13,11 @@ from gateway.ports import Clock
 from gateway.telemetry.series import Histograms
 
 LOOK_S = 0.05
-# The gateway tolerates stalls of up to 25 ms; those caused by the OS scheduler are below 5.
+"""Interval between two measurements. A choice: 20 a second take 2.2 ms of CPU."""
+
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+"""Buckets of the delay. A choice around what counts: stalls of up to 25 ms are tolerated
+(docs/performance.md), and those caused by the OS scheduler are below 5."""
 
 
 class LoopWatch:

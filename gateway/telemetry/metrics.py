@@ -29,13 +29,23 @@ from gateway.pipeline import BackendSnapshot
 from gateway.pipeline.box_controller import BoxSnapshot
 from gateway.telemetry.series import Collected, Counters, Histograms
 
-# vLLM's buckets, extended beyond the longest published first token (319 s).
 TTFT_BUCKETS_S = (0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)
+"""Those of vLLM 0.32 from 20 ms on, with 320 s added, just above the longest published first token (319 s),
+and without the last, 2,560 s."""
+
 TPOT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
-# Jobs take longer, including their time in the queue: buckets up to hours.
+"""vLLM's for the same up to 2.5 s, with 5 ms added, because several tokens may come with one step."""
+
 _DURATIONS_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+"""vLLM's for the duration of requests, up to half an hour."""
+
 DURATION_BUCKETS_S = (*_DURATIONS_S, 3840, 7680, 15360)
+"""Jobs take longer, including their time in the queue. A choice: buckets up to hours, each twice the last."""
+
 OVERHEAD_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+"""Buckets of the gateway's own time. A choice around what is measured (docs/performance.md): from short
+requests to long documents, and stalls."""
+
 QUEUE_BUCKETS_S = (
     0.001,
     0.01,
@@ -57,13 +67,22 @@ QUEUE_BUCKETS_S = (
     7200,
     14400,
 )
-SWAP_BUCKETS_S = (1, 5, 15, 30, 60, 120, 180, 240, 300, 420, 600, 900, 1800, 3600)
-PROMPT_BUCKETS = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
-ERROR_BUCKETS = (-0.5, -0.2, -0.1, -0.05, -0.02, -0.01, -0.001, 0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+"""Buckets of waits. A choice: the default waits of the classes (1.2, 600 and 900 s) are among them."""
 
+SWAP_BUCKETS_S = (1, 5, 15, 30, 60, 120, 180, 240, 300, 420, 600, 900, 1800, 3600)
+"""Buckets of swaps. A choice, finest around the published boots of minutes (docs/profiles.md); models that
+only sleep take seconds."""
+
+PROMPT_BUCKETS = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
+"""Buckets of prompt lengths in tokens. A choice: powers of two up to the largest window."""
+
+ERROR_BUCKETS = (-0.5, -0.2, -0.1, -0.05, -0.02, -0.01, -0.001, 0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+"""Buckets of the relative error of an estimate. A choice: the margins and the band of `core.estimation` are
+among them."""
 
 NOTED_MAX = 64
-"""Completed requests that are counted together, which takes 0.3 ms: each then costs half as much."""
+"""Completed requests that are counted together. A choice: that takes 0.3 ms, and each then costs half as
+much."""
 
 
 class Timeliness(StrEnum):

@@ -53,10 +53,12 @@ _ESTIMATE, _ADMISSION = 1001, 1002
 """Numbers of child spans. Attempts are 1, 2, ...; their children use the numbers below within each."""
 
 WHOLE_MAX = 32
-"""Size of the largest fleet of which every backend is in a span: ranking 200 would take a millisecond.
-Of a larger fleet it is the first choice and, up to this number, those passed over before it."""
+"""Size of the largest fleet of which every backend is in a span. A choice: ranking 200 would take a
+millisecond. Of a larger fleet it is the first choice and, up to this number, those passed over before it."""
 
 _FIRST_TOKEN, _DECODE, _CONNECT = 1, 2, 3
+"""Numbers of the children of an attempt."""
+
 _FAULTS = frozenset({Ending.FAILED, Ending.BROKEN, Ending.SHED})
 """Endings that are our fault: per OpenTelemetry, a server span is no error if its caller was at fault."""
 
@@ -64,7 +66,8 @@ _ERRORS = _FAULTS | {Ending.REJECTED}
 
 
 END_S = 2.0
-"""How long the end of the process may wait for the export of the last spans."""
+"""How long the end of the process may wait for the export of the last spans. A choice: some spans for an end
+that is not held up."""
 
 
 class Conventions(StrEnum):

@@ -25,21 +25,31 @@ from gateway.tokenizer.learning import LearnedMargin, LearnedRatios
 from gateway.tokenizer.vocab import Vocabulary, load
 
 INLINE_BYTES = 16_384
-"""Up to this size, counting takes 1 ms, or 4 ms for hostile text (docs/estimate.md#time)."""
+"""Up to this size, counting takes 1 ms, or 4 ms for hostile text (docs/estimate.md#time). A choice: what the
+event loop may stand still for, against the cost of a thread."""
 INLINE_TEXTS = 512
-"""Maximum texts counted inline, with roles and names: 1 us each, or 3 us if its count is not cached."""
+"""Maximum texts counted inline, with roles and names. A choice: 1 us each, or 3 us if its count is not
+cached."""
 THREADS = 2
+"""Maximum threads that count. A choice: tiktoken computes without the GIL, so a second one is faster on two
+cores; more would starve the event loop there."""
 INLINE_CHARS = 1_000_000
-"""Up to this size, applying the template takes 5 ms: it searches tools and arguments for texts."""
+"""Up to this size, applying the template takes 5 ms: it searches tools and arguments for texts. A choice,
+like `INLINE_BYTES`."""
 WAITING_MAX = 256
-"""Maximum large prompts being counted or queued for it: at 60 ms per MB and two threads, seconds of work."""
+"""Maximum large prompts being counted or queued for it. A choice: at 60 ms per MB (docs/estimate.md#time) and
+two threads, seconds of work."""
 REMEMBERED_CHARS_MIN = 2048
+"""Minimum characters of a text whose count is cached. A choice: a shorter one is counted in 0.1 ms, and would
+displace longer ones."""
 CONVERSATION_TEXTS = 8
-"""A prompt with this many texts will return with a few more, so even short ones are cached."""
+"""A prompt with this many texts will return with a few more, so even short ones are cached. A choice: shorter
+conversations are counted again in no time."""
 ESCAPED_CHAR_BYTES = 12
 """Maximum bytes of a character in JSON: an emoji as two escapes."""
 REMEMBERED_MAX = 32_768
-"""Maximum number of texts whose counts are cached, in 7 MB: the past turns of a thousand conversations."""
+"""Maximum number of texts whose counts are cached. A choice: 7 MB, the past turns of a thousand
+conversations."""
 
 
 TextKey = int

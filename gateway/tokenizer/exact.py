@@ -14,17 +14,19 @@ from gateway.core.value import valueclass
 from gateway.tokenizer.vocab import Vocabulary, ids_in
 
 PIECE_CHARS = 255_936
-"""Characters per piece: 31 x 8256, so that runs of blanks, counted in units of 31, are cut without loss.
-
-Each piece costs 0.1 ms extra, because the encoder has just filled the CPU caches with its tables.
-"""
+"""Characters per piece. A choice: 31 x 8256, so that runs of blanks, counted in units of 31, are cut without
+loss. Each piece costs 0.1 ms extra, because the encoder has just filled the CPU caches with its tables."""
 
 BEYOND_ASCII_CHARS = PIECE_CHARS // 8
-"""The same for non-ASCII text: such characters are also checked one by one, and may be four tokens each."""
+"""The same for non-ASCII text. A choice: such characters are also checked one by one, and may be four tokens
+each."""
 
 _ASCII = re.compile("[\0-\x7f]+")
 _SURROGATE = re.compile(f"[{chr(0xD800)}-{chr(0xDFFF)}]")
+
 SEARCHED_CHARS = 2_000
+"""Up to this length, a text is searched for every marker. A choice: in a longer one, only for what markers
+begin with."""
 
 
 @valueclass(frozen=True, slots=True)

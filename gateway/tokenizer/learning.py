@@ -17,15 +17,21 @@ from gateway.core.class_counts import TextKind
 from gateway.core.facts import Learned, Ratio, pooled
 
 MARGIN_WINDOW = 200
+"""Number of answers of which the margin is the 99th percentile. A choice: of far fewer, it would be the
+maximum."""
 RATIO_WINDOW = 200
-"""Effective number of answers: older ones decay, so a change of traffic is tracked within a few hundred."""
+"""Effective number of answers: older ones decay. A choice: a change of traffic is tracked within a few
+hundred."""
 RATIO_PRIOR = 20
 """Weight of the prior, in answers, that class counts are correct. A guess."""
 RATIO_MIN, RATIO_MAX = 0.8, 1.25
+"""Limits of a learned ratio. A choice: callers influence it, and larger errors are reported as drift."""
 TEXT_TOKENS_MIN = 200
-"""In shorter texts, the template dominates over the kind of text."""
+"""In shorter texts, the template dominates over the kind of text. A choice: more answers to learn from, or
+better ones."""
 STEP_MAX = 0.3
-"""Maximum log ratio that a single answer contributes; thus also the maximum of their mean."""
+"""Maximum log ratio that a single answer contributes; thus also the maximum of their mean. A choice, a little
+beyond `RATIO_MIN` and `RATIO_MAX`."""
 _NOTHING = Ratio(0, 0.0)
 
 

@@ -30,7 +30,10 @@ GEMMA_ENTRIES = 262_144
 """Number of entries of the Gemma 3 and Gemma 4 vocabularies; the rank file has about as many."""
 
 _MAGIC = "# gemma-gateway vocabulary "
+
 _VERSION = 1
+"""Version of the form of rank files."""
+
 _SPACE = "▁"  # U+2581, SentencePiece's space
 
 # Characters that are adjacent to a letter in some entry, although Unicode classifies them as punctuation or

@@ -37,20 +37,24 @@ class BackendClient(ABC):
 
 
 KEEPALIVE_S = 4.0
-"""Idle connections are closed after this, before the backend does it: vLLM waits 5.0 s (measured)."""
+"""Idle connections are closed after this, before the backend does it: vLLM waits 5.0 s (measured), and the
+second between is a choice."""
 
 AGE_S = 60.0
-"""Older connections are not reused, so that requests follow a host name to its new address."""
+"""Older connections are not reused. A choice: requests follow a host name to its new address within a minute
+(docs/health.md)."""
 
 STALE_S = 1.0
 """If a kept-alive connection ends this soon after a request was written, the backend was probably closing it
-as idle. Later, the backend may have read the request and crashed on it."""
+as idle. Later, the backend may have read the request and crashed on it. A choice: more than any round
+trip."""
 
 WRITE_S = 60.0
-"""A backend that reads no byte of the body for this long is considered stuck."""
+"""A backend that reads no byte of the body for this long is considered stuck. A choice: longer than a stall
+of a busy server."""
 
 CLOSE_S = 1.0
-"""Time limit for closing; the response is complete by then."""
+"""Time limit for closing. A choice: the response is complete by then."""
 
 ENCODED = "The backend compresses its answers, although it is asked not to."
 """The message for an answer with status 200 and a content-encoding."""

@@ -21,13 +21,15 @@ from gateway.events import about
 log = logging.getLogger("gateway.boxes")
 
 OUTPUT_BYTES_MAX = 4_000
-"""Maximum bytes of a command's output that are logged: of more, the beginning and the end."""
+"""Maximum bytes of a command's output that are logged: of more, the beginning and the end. A choice: a stack
+trace fits, and the line stays readable."""
 
 LOOK_S = 0.05
-"""Interval for checking whether a command has ended."""
+"""Interval for checking whether a command has ended. A choice: a swap takes minutes."""
 
 DIES_S = 2.0
-"""How long a killed command may take to die. One that waits for a driver or a network disk does not."""
+"""How long a killed command may take to die. A choice: one that waits for a driver or a network disk does
+not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,13 +39,15 @@ from gateway.upstream import backend_clients
 from gateway.upstream.backend_clients import BackendClient, BackendClients
 
 HEAD_BYTES_MAX = 64 * 1024
-"""No engine sends a longer response head."""
+"""Maximum bytes of a response head. A choice: no engine sends a longer one."""
 
 BUFFERED_BYTES_MAX = 256 * 1024
-"""Bytes of an answer that may be buffered; above this, reading is paused (backpressure)."""
+"""Bytes of an answer that may be buffered; above this, reading is paused (backpressure). A choice: as much as
+event loops read at once."""
 
 APART_BYTES = 64 * 1024
-"""A body of at least this size is written separately from its head, which saves a copy."""
+"""A body of at least this size is written separately from its head. A choice: it saves a copy, and costs a
+call."""
 
 
 def _opening(size: int) -> bytes:

@@ -46,7 +46,9 @@ PREEMPTIONS = ("vllm:num_preemptions_total",)
 STEPS = ("llamacpp:n_decode_total",)  # no cache gauge of it changes during a long prefill
 STARTED_AT = ("process_start_time_seconds",)  # epoch seconds; the latest
 
-_LIMIT = 1e18  # larger values are invalid, and could overflow sums and conversions
+_LIMIT = 1e18
+"""Larger values are invalid. A choice: they could overflow sums and conversions, and none is real."""
+
 _LABELS = re.compile(rb'\{(?:[^"}\n]|"(?:[^"\\\n]|\\.)*")*\}')
 _VALUE = re.compile(rb"[ \t]+(\S+)")
 

@@ -30,14 +30,17 @@ from gateway.upstream.transport import NO_SUCH_PATH, Transport, is_refused, tls_
 log = logging.getLogger("gateway.boxes")
 
 ANSWER_BYTES_MAX = 1_000_000
+"""Maximum bytes read from an answer to an order. A choice that bounds memory."""
+
 IS_IN_S = 10.0
-"""Timeout for checking whether a model is resident: about what three probes take by default (`health`) until
-a server counts as down. A busy server that is taken for one that is not there is stopped."""
+"""Timeout for checking whether a model is resident. A choice: about what three probes take by default
+(`health`) until a server counts as down. A busy server that is taken for one that is not there is stopped."""
 
 GONE_S = 30.0
-"""How long a server may continue to answer after it was stopped."""
+"""How long a server may continue to answer after it was stopped. A choice: it frees its memory meanwhile."""
 
 LOOK_S = 0.25
+"""Interval for checking that. A choice: a swap takes minutes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,17 +36,19 @@ ATTEMPT_S = 20.0
 """Time limit for an attempt, including name resolution and connecting. Standard Webhooks: 15 to 30 s."""
 
 CONNECT_S = 5.0
-"""Time limit for connecting to one address before the next one is tried."""
+"""Time limit for connecting to one address before the next one is tried. A choice: a part of `ATTEMPT_S`."""
 
 ADDRESSES_MAX = 4
-"""Maximum number of addresses tried per host."""
+"""Maximum number of addresses tried per host. A choice: `CONNECT_S` for each makes `ATTEMPT_S`."""
 
 BODY_BYTES_MAX = 4096
-"""Maximum bytes read of a response body. Reading it spares its sender a broken connection."""
+"""Maximum bytes read of a response body. A choice: reading it spares its sender a broken connection."""
 
 BODY_S = 1.0
+"""How long that may take. A choice: the status is known."""
+
 HURRY_S = 1.0
-"""How long attempts in progress may continue when delivery ends."""
+"""How long attempts in progress may continue when delivery ends. A choice: others repeat them."""
 
 Resolve = Callable[[str], Awaitable[Sequence[str]]]
 """Returns the IP addresses of a host in order of preference. Raises OSError."""

@@ -17,18 +17,22 @@ from gateway.ports import WebhookStore
 from gateway.upstream.webhook_calls import WebhookCaller
 
 ATTEMPTS_MAX = 8
-"""Maximum concurrent attempts per endpoint, so that a slow endpoint does not delay others."""
+"""Maximum concurrent attempts per endpoint. A choice, so that a slow endpoint does not delay others."""
 
 POLL_S = 1.0
-"""Interval for checking which deliveries are due."""
+"""Interval for checking which deliveries are due. A choice: the delay of a webhook against commands of an
+idle gateway."""
 
 EVENTS_AT_ONCE = 100
+"""Maximum events turned into deliveries by one round. A choice: if there are more, they follow at once."""
 
 SAY_S = 60.0
-"""Maximum interval between two announcements of this process's endpoints."""
+"""Maximum interval between two announcements of this process's endpoints. A choice: a small part of the hour
+after which the store forgets them (`KNOWN_MS` of webhook_hearers.lua)."""
 
 SETTLE_TRIES = 20
-"""How often writing a result to an unreachable store is tried, a second apart. Then the delivery repeats."""
+"""How often writing a result to an unreachable store is tried, a second apart. A choice: within
+`store.webhooks.CLAIM_S`. Then the delivery repeats."""
 
 
 class Webhooks:

@@ -25,7 +25,8 @@ from gateway.core.health.vocabulary import (
 )
 
 HEARD_MAX = 256
-"""Gateways whose last verdict on a backend is remembered. A restarted gateway has a new name."""
+"""Gateways whose last verdict on a backend is remembered. A choice that bounds memory: a restarted gateway
+has a new name."""
 
 _TELLING = frozenset({Outcome.FAILED, Outcome.TIMEOUT})
 """Faults reported to other gateways. Unreachable backends are left out because every gateway's probes detect

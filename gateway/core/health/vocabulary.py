@@ -151,14 +151,16 @@ class BackendStatus:
 
 
 PROBATION_SEQS = 2
-"""Concurrent sequences on a backend in probation: enough for evidence, few enough to risk."""
+"""Concurrent sequences on a backend in probation. A choice: enough for evidence, few enough to risk."""
 
 
 PROBED_WITHIN_S = 1.0
-"""Time added to a penalty, since only a probe ends it: the default interval of probes."""
+"""Time added to a penalty, since only a probe ends it: the default interval of probes
+(`HealthRules.interval_s`)."""
 
 RETRY_AFTER_UNKNOWN_MAX_S = 10.0
-"""A person who waits for an SDK's two retries learns within 20 s that no backend is up."""
+"""Limit on `Retry-After` where nothing tells when a backend will be up. A choice: a person who waits for an
+SDK's two retries learns it within 20 s."""
 
 
 @dataclass(frozen=True, slots=True)

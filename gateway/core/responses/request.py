@@ -88,6 +88,7 @@ _EFFORTS: Mapping[str, str] = {
 _METADATA_MAX = 16
 _METADATA_KEY_MAX = 64
 _METADATA_VALUE_MAX = 512
+"""Maximum members of `metadata`, and characters of a name and of a value: OpenAI's limits."""
 
 _CHAT_PARAMS: Mapping[str, str] = {
     "messages": "input",

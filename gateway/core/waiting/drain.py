@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from math import exp
 
 STARTS_OVER_S = 5.0
-"""Time constant over which starts are counted."""
+"""Time constant over which starts are counted. A choice: it averages single starts, and a rise in the rate
+shows within seconds."""
 
 RESIDENCE_WEIGHT = 0.1
-"""Weight of the newest request in the moving average of residence times."""
+"""Weight of the newest request in the moving average of residence times. A choice: about the last ten count,
+so one long answer does not decide."""
 
 
 @dataclass(slots=True)

@@ -20,14 +20,15 @@ _T = TypeVar("_T", int, tuple[float, int], tuple[float, int, str | None])
 
 LOOKAHEAD = 64
 """Maximum number of requests of one class that one turn considers, of the ordinary ones and of the others
-(see `Entry.is_ordinary`). Bounds the cost of a turn."""
+(see `Entry.is_ordinary`). A choice: looking further finds more that fits, and costs more."""
 
 PUT_BACK_TOKENS = 262_144
 """Limit on how far tokens started elsewhere move a key's tag beyond the virtual time: one request of the
 largest window. Further charges are dropped, so that a key is not locked out after its gateway has gone."""
 
 FINISH_SPARE = 64
-"""A group of classes remembers twice as many keys as had an advantage, and this many more."""
+"""A group of classes remembers twice as many keys as had an advantage, and this many more. A choice: pruning
+a small group saves nothing."""
 
 
 class Rank(IntEnum):

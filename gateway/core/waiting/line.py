@@ -18,13 +18,15 @@ from gateway.core.waiting.room import Room, asks_no_less
 from gateway.core.waiting.tickets import Offer, Reason, Refused, Ticket, Turn, Waiter
 
 MISS_PAUSE_S = 0.05
-"""A backend whose offered slot was gone is not offered again for this long, unless a request ends there."""
+"""A backend whose offered slot was gone is not offered again for this long, unless a request ends there. A
+choice: several round trips to a store, and a part of the age of a snapshot (`store.redis.TICK_S`)."""
 
 RETRY_AFTER_MAX_S = 59.0
-"""Some SDKs ignore a Retry-After of more than a minute and retry at once."""
+"""Some SDKs ignore a Retry-After of more than a minute and retry at once (docs/errors.md)."""
 
 EXPIRIES_SPARE = 1_024
-"""The expiry heap is rebuilt when it exceeds twice the number of queued requests by more than this."""
+"""The expiry heap is rebuilt when it exceeds twice the number of queued requests by more than this. A choice:
+rebuilding a small one saves nothing."""
 
 _NO_BACKENDS: frozenset[str] = frozenset()
 _NOTHING_OFFERED: Mapping[str, Load] = MappingProxyType({})

@@ -1,4 +1,8 @@
-"""Machines on which models take turns: `boxes`."""
+"""Machines on which models take turns: `boxes`.
+
+The sources of defaults are in `core.box`, `core.canary` and `core.swap_policy`. `timeout_s` of a start
+or stop is a choice: commands return at once.
+"""
 
 import json
 from typing import Annotated, Any, Literal

@@ -1,4 +1,7 @@
-"""The section `decisions` of the configuration file: the log from which another policy can be tried."""
+"""The section `decisions` of the configuration file: the log from which another policy can be tried.
+
+Defaults are choices: 320 MiB at most.
+"""
 
 from gateway.settings.fields import Positive, Section, Text
 

@@ -1,4 +1,7 @@
-"""The servers and what joins them: `tokenizer`, `backends`, `pools`, `timeouts`, `health`."""
+"""The servers and what joins them: `tokenizer`, `backends`, `pools`, `timeouts`, `health`.
+
+The sources of defaults are in `core.values`; those of `health` are choices (`core.health.HealthRules`).
+"""
 
 from typing import Annotated, Any
 

@@ -1,4 +1,8 @@
-"""What a gateway does for its callers and operators: `keys`, `requests`, `store`, `jobs` and the like."""
+"""What a gateway does for its callers and operators: `keys`, `requests`, `store`, `jobs` and the like.
+
+Defaults are choices, except `file_keep_s`, whose limits are OpenAI's. Those in bytes and of jobs per key
+bound what one caller takes; `max_body_bytes` and `drain_s` have room for long documents and answers.
+"""
 
 from typing import Annotated, Any, Literal
 

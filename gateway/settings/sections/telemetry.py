@@ -1,4 +1,7 @@
-"""The section `telemetry` of the configuration file: what is sent to an OpenTelemetry receiver."""
+"""The section `telemetry` of the configuration file: what is sent to an OpenTelemetry receiver.
+
+Defaults are choices: enough traces to see a trend, and what is slow or failed in any case.
+"""
 
 from typing import Annotated, Literal
 
