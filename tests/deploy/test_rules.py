@@ -68,7 +68,7 @@ DRIFTED = 'gateway_estimate_drifted{instance="a",backend="light-0"}'
 COUNTED = 'gateway_count_drift_lasting_seqs{instance="a",backend="light-0"}'
 OLDEST = 'gateway_oldest_wait_seconds{instance="a",model="m",traffic_class="docs"}'
 LIMIT = 'gateway_wait_limit_seconds{instance="a",model="m",traffic_class="docs"}'
-BOX = 'gateway_box_state{instance="a",box="spark",state="failed"}'
+BOX = 'gateway_box_state{instance="a",box="spark",state="%s"}'
 QUARANTINE = 'gateway_box_quarantined{instance="a",box="spark",backend="qwen"}'
 JOBS_WAIT = 'gateway_jobs_oldest_wait_seconds{instance="a",lane="m/docs"}'
 ENDED = 'gateway_store_jobs_ended_total{instance="%s",lane="m/docs",outcome="%s"}'
@@ -86,6 +86,16 @@ CASES = [
     Case(
         "GatewayNoBackend",
         {USABLE % "light-0": "1x5 0x10", USABLE % "light-1": "0x20"},
+        9,
+        "a has no backend that can take requests",
+        {"instance": "a"},
+    ),
+    Case(
+        "GatewayNoBackend", {USABLE % "light-0": "0x20", BOX % "booting": "1x20", BOX % "failed": "0x20"}, 9
+    ),
+    Case(
+        "GatewayNoBackend",
+        {USABLE % "light-0": "0x20", BOX % "booting": "0x20", BOX % "resident": "1x20"},
         9,
         "a has no backend that can take requests",
         {"instance": "a"},
@@ -231,10 +241,10 @@ CASES = [
         "light-0 runs 2 sequences more or fewer than the gateways count",
         LIGHT,
     ),
-    Case("GatewayBoxFailed", {BOX: "0x10"}, 8),
+    Case("GatewayBoxFailed", {BOX % "failed": "0x10"}, 8),
     Case(
         "GatewayBoxFailed",
-        {BOX: "0x5 1x10"},
+        {BOX % "failed": "0x5 1x10"},
         8,
         "box spark serves nothing and needs an operator",
         {"box": "spark"},
