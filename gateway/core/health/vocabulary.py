@@ -33,7 +33,7 @@ class Outcome(StrEnum):
     UNREACHABLE = "unreachable"
     TIMEOUT = "timeout"
     FAILED = "failed"  # 5xx, a broken answer, a broken stream
-    MISCONFIGURED = "misconfigured"  # 401/403/404: the gateway's key or model name for the backend is wrong
+    MISCONFIGURED = "misconfigured"  # 401/403/404/405/3xx: its key, model name or URL is wrong here
 
     @property
     def is_fault(self) -> bool:
