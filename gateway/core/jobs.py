@@ -338,10 +338,10 @@ def expected_start_s(position: int | None, lane: Lane | None, away_s: float | No
     """Return the seconds until a job at that position starts; None if unknown.
 
     `away_s`: seconds until a backend can serve the lane, if a box runs another model; None if no swap back is
-    planned.
+    planned. The rate at which jobs end says nothing of a job that has the lane for itself: it waits for none.
     """
     if position is None or lane is None or away_s is None:
         return None
-    if not lane.drain_per_s:
+    if not lane.drain_per_s or lane.queued + lane.in_progress <= 1:
         return away_s or None
     return away_s + position / lane.drain_per_s
