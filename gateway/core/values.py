@@ -499,7 +499,7 @@ class TrafficClass:
 class TemplateCosts:
     """Token costs of a model's chat template.
 
-    Sources: the official Gemma 4 chat template (docs/measurements.md#prompt-length).
+    Sources: the official Gemma 4 chat template (docs/estimate.md#the-template).
     """
 
     bos: int = 1

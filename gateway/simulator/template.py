@@ -1,7 +1,7 @@
 """The chat template: what a list of messages becomes before it is tokenised.
 
 Gemma 4's turn format. The number of tokens around the messages is the official template's: 1 + 5 per
-turn + 3, and 4 for the empty thought when thinking is off (docs/measurements.md#prompt-length).
+turn + 3, and 4 for the empty thought when thinking is off (docs/estimate.md#the-template).
 """
 
 import json

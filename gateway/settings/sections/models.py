@@ -125,7 +125,7 @@ class ClassSection(Section):
 
 
 class PromptSection(Section):
-    """Constants of the chat template that prompt length depends on (docs/measurements.md#prompt-length)."""
+    """Constants of the chat template that prompt length depends on (docs/estimate.md#the-template)."""
 
     image_tokens: Count = _COSTS.image
     """Soft tokens per image: the processor's budget. A request's own `max_soft_tokens` overrides it."""
