@@ -106,7 +106,7 @@ def _head(report: Report) -> Iterator[str]:
         ends = ", ".join(f"{count} {ending}" for ending, count in sorted(report.undecided.items()))
         yield f"not decided again, because their prompts were never counted: {ends}"
     if report.broken:
-        yield f"[yellow]{len(report.broken)} lines could not be read[/]:"
+        yield f"[yellow]lines that could not be read: {len(report.broken)}[/]"
         yield from (f"  {escape(line)}" for line in report.broken[:BROKEN_SHOWN])
         if len(report.broken) > BROKEN_SHOWN:
             yield f"  and {len(report.broken) - BROKEN_SHOWN} more (--json has them all)"
