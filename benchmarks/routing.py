@@ -21,7 +21,8 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # python benchmarks/routing.py
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import http_table
 from benchmarks.routers import (

@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,10 @@ from support import browser, leftovers, node_sdk, prometheus
 from support.redis_server import LEGS, legs
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+
+sys.path.append(
+    str(Path(__file__).parents[1])
+)  # for `benchmarks`; last, so that an installed gateway is tested
 
 WORKERS_PER_CORE = 2  # most of a test's time is another process's: a start, an answer, a lease
 WORKERS_MAX = 8

@@ -1,21 +1,16 @@
 """The box benchmark in small: two virtual hours of the traffic it is meant for."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
+from benchmarks import box
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
-    from benchmarks import box
 
-    return lambda seed, policy: box.run(seed, (8.0, 12.0, box.JOB_TOKENS), policy, hours=2.0)
+def run(seed: int, policy: str) -> box.Outcome:
+    return box.run(seed, (8.0, 12.0, box.JOB_TOKENS), policy, hours=2.0)
 
 
 @pytest.mark.parametrize("seed", [301, 302])
-def test_every_job_ends_within_the_hour_and_swaps_are_few(run: Any, seed: int) -> None:
+def test_every_job_ends_within_the_hour_and_swaps_are_few(seed: int) -> None:
     found = run(seed, "2 jobs or 600 s; 6 requests or 900 s")
 
     assert found.jobs > 8
@@ -24,5 +19,5 @@ def test_every_job_ends_within_the_hour_and_swaps_are_few(run: Any, seed: int) -
     assert 0 < found.swaps_per_h <= 3.5
 
 
-def test_swapping_on_demand_swaps_more(run: Any) -> None:
+def test_swapping_on_demand_swaps_more() -> None:
     assert run(301, "on demand").swaps_per_h > run(301, "2 jobs or 600 s; 6 requests or 900 s").swaps_per_h

@@ -7,13 +7,21 @@ from typing import Any
 
 import pytest
 
+from benchmarks.overhead import clocked, scenarios, vocabulary
+from benchmarks.overhead.machine import Used, between, named
+from benchmarks.overhead.verdict import (
+    Count,
+    Measured,
+    Run,
+    gate,
+    goals_table,
+    others_table,
+    rows,
+    throughput_table,
+    workers_table,
+)
 from gateway.core.values import CountMode
 from gateway.tokenizer import build, count_text, load
-
-
-@pytest.fixture(autouse=True)
-def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
 
 
 def result(cpu_s: float = 0.0, good: int = 1000, chunks: int = 0, **more: Any) -> dict[str, Any]:
@@ -74,8 +82,6 @@ def nginx() -> dict[str, dict[str, Any]]:
 
 def measured(**changed: Any) -> dict[str, Any]:
     """Return a gateway that reaches every aim, changed, beside nginx, vLLM's router and the engine itself."""
-    from benchmarks.overhead.verdict import Count, Measured, Run
-
     count = Count(us=30_000, tokens=235_000, vocabulary_mb=100)
     runs = [
         Run("gateway", 0, good_gateway() | changed),
@@ -89,8 +95,6 @@ def measured(**changed: Any) -> dict[str, Any]:
 
 
 def verdicts(found: Mapping[str, Any]) -> list[str]:
-    from benchmarks.overhead.verdict import rows
-
     return [row.verdict for row in rows(found)]
 
 
@@ -137,8 +141,6 @@ def test_where_a_router_is_not_installed_nginx_alone_is_the_measure() -> None:
 
 
 def test_the_best_round_counts() -> None:
-    from benchmarks.overhead.verdict import Measured, Run
-
     slow, fast = good_gateway(), good_gateway() | {"short": result(0.040)}
     slow["streams-512"] = streams(0.8, 512, 0.97, 1.0)
     slow["gap"], fast["gap"] = gap(40.0, 32.0), gap(25.0, 60.0)
@@ -152,8 +154,6 @@ def test_the_best_round_counts() -> None:
 
 
 def test_chunks_are_cheap_where_they_come_in_heaps_so_the_calmest_round_counts_for_their_cpu() -> None:
-    from benchmarks.overhead.verdict import Measured, Run
-
     held_up = {"streams-256": streams(0.2, 256, 1.0, 90.0, p50_ms=25.0)}
     calm = {"streams-256": streams(0.4096, 256, 1.0, 3.0, p50_ms=0.07)}
     one = Measured([Run("nginx", 0, held_up), Run("nginx", 1, calm)], "nginx")
@@ -162,8 +162,6 @@ def test_chunks_are_cheap_where_they_come_in_heaps_so_the_calmest_round_counts_f
 
 
 def test_the_table_has_what_was_measured_and_no_more() -> None:
-    from benchmarks.overhead.verdict import Measured, Run, goals_table
-
     runs = [Run("gateway", 0, {"short": result(0.050)}), Run("nginx", 0, {"short": result(0.010)})]
     lines = goals_table({name: Measured(runs, name) for name in ("gateway", "nginx")})
 
@@ -207,14 +205,10 @@ def test_the_table_has_what_was_measured_and_no_more() -> None:
     ],
 )
 def test_the_gate_says_what_exceeds_it(changed: Any, said: list[str]) -> None:
-    from benchmarks.overhead.verdict import gate
-
     assert gate(measured(**changed)) == said
 
 
 def test_who_answers_nothing_has_no_figures() -> None:
-    from benchmarks.overhead.verdict import goals_table, throughput_table
-
     nothing = {
         "short": result(0.5, good=0),
         "latency": latency(-1.0),
@@ -232,8 +226,6 @@ def test_who_answers_nothing_has_no_figures() -> None:
 
 
 def test_other_long_requests_are_compared_where_they_were_measured() -> None:
-    from benchmarks.overhead.verdict import others_table
-
     found = measured(
         agent=result(0.4, counted_s=0.1, at_rest_s=0.1), image=result(0.3, counted_s=0, at_rest_s=0)
     )
@@ -249,8 +241,6 @@ def test_what_went_wrong_is_said() -> None:
 
 
 def test_what_a_unit_costs_with_several_processes_and_who_did_it() -> None:
-    from benchmarks.overhead.verdict import Measured, Run, workers_table
-
     processes = [
         ["gateway.worker 0", 0.6],
         ["gateway.worker 1", 0.5],
@@ -280,14 +270,10 @@ def test_what_a_unit_costs_with_several_processes_and_who_did_it() -> None:
     ],
 )
 def test_a_process_is_known_by_what_it_runs(words: list[str], name: str) -> None:
-    from benchmarks.overhead.machine import named
-
     assert named(words) == name
 
 
 def test_cpu_of_threads_that_ended_is_not_lost() -> None:
-    from benchmarks.overhead.machine import Used, between
-
     before = {1: Used(10.0, 10.0, "gateway"), 2: Used(5.0, 5.0, "worker")}
     after = {1: Used(10.512, 10.50, "gateway"), 2: Used(5.1, 6.0, "worker"), 3: Used(0.25, 0.25, "new")}
 
@@ -296,8 +282,6 @@ def test_cpu_of_threads_that_ended_is_not_lost() -> None:
 
 def test_the_clock_runs_while_tokens_are_counted_and_at_no_other_time(tmp_path: Path) -> None:
     import tiktoken.core
-
-    from benchmarks.overhead import clocked
 
     clock = clocked.made(tmp_path / "clock")
     engine = tiktoken.core._tiktoken.CoreBPE  # type: ignore[attr-defined]
@@ -317,8 +301,6 @@ def test_the_clock_runs_while_tokens_are_counted_and_at_no_other_time(tmp_path: 
 
 
 def test_the_vocabulary_made_here_counts_english_as_gemmas_does(tmp_path: Path) -> None:
-    from benchmarks.overhead import scenarios, vocabulary
-
     vocabulary.write(tmp_path / "tokenizer.json")
     summary = build(tmp_path / "tokenizer.json", tmp_path / "made.tiktoken")
     text = vocabulary.prose()[:100_000]

@@ -10,25 +10,24 @@ from typing import Any
 
 import pytest
 
+from benchmarks import routing
+from benchmarks.http_fleet import Engine, Meter, Run, above_knee, config_text, measure
+from benchmarks.http_load import Heard, request_body
+from benchmarks.routers import site
+from benchmarks.scoring import Score, score
+from benchmarks.traffic import Arrival, Kind
+from benchmarks.virtual_fleet import Fate
 from gateway import settings
 from gateway.core.class_counts import class_count_tokens
 from gateway.core.values import Capacity, Gates, KneeStep
 from gateway.simulator.template import render
 
 
-@pytest.fixture(autouse=True)
-def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+def run(mix: str, load: float, policy: str) -> Score:
+    return routing.run(mix, load, 7, policy, 300.0, reasoning=False)
 
 
-@pytest.fixture
-def run() -> Any:
-    from benchmarks import routing
-
-    return lambda mix, load, policy: routing.run(mix, load, 7, policy, 300.0, reasoning=False)
-
-
-def test_in_overload_the_gateway_serves_more_than_a_cap_and_that_more_than_nothing(run: Any) -> None:
+def test_in_overload_the_gateway_serves_more_than_a_cap_and_that_more_than_nothing() -> None:
     gateway, capped, least = (run("A", 1.2, policy) for policy in ("gateway", "ctx-429", "ctx-least"))
 
     assert gateway.chat > capped.chat + 0.02
@@ -37,7 +36,7 @@ def test_in_overload_the_gateway_serves_more_than_a_cap_and_that_more_than_nothi
     assert gateway.tokens_per_s > 0.95 * least.tokens_per_s
 
 
-def test_nothing_is_sent_where_it_cannot_run_and_no_cap_is_passed(run: Any) -> None:
+def test_nothing_is_sent_where_it_cannot_run_and_no_cap_is_passed() -> None:
     gateway, blind = run("A", 1.0, "gateway"), run("A", 1.0, "least-in-flight")
 
     assert (gateway.misfits, gateway.above_cap) == (0, 0)
@@ -46,7 +45,7 @@ def test_nothing_is_sent_where_it_cannot_run_and_no_cap_is_passed(run: Any) -> N
     assert blind.misfits > 0
 
 
-def test_a_lower_cap_buys_tpot(run: Any) -> None:
+def test_a_lower_cap_buys_tpot() -> None:
     usual, tight = run("A", 1.0, "gateway"), run("A", 1.0, "gateway-40")
 
     assert tight.chat_tpot_s < usual.chat_tpot_s
@@ -58,9 +57,6 @@ def test_a_lower_cap_buys_tpot(run: Any) -> None:
 
 def configured(folder: Path, speed: float) -> Any:
     """Return the policy that a gateway reads from the benchmark's configuration."""
-    from benchmarks.http_fleet import config_text
-    from benchmarks.routers import site
-
     urls = {name: f"http://{name}" for name in site().backends}
     path = folder / f"{speed:g}.json"
     path.write_text(config_text(site(), urls, speed))
@@ -68,8 +64,6 @@ def configured(folder: Path, speed: float) -> Any:
 
 
 def test_at_speed_1_the_gateway_is_configured_as_in_virtual_time(tmp_path: Path) -> None:
-    from benchmarks.routers import site
-
     virtual, real = site(), configured(tmp_path, 1)
 
     assert real.models == virtual.models
@@ -109,9 +103,6 @@ def test_at_another_speed_everything_in_seconds_is_scaled(tmp_path: Path) -> Non
 def test_a_prompt_is_as_long_as_planned_and_misjudged_as_planned(
     kind: str, prompt_tokens: int, estimate_tokens: int
 ) -> None:
-    from benchmarks.http_load import request_body
-    from benchmarks.traffic import Arrival, Kind
-
     body = json.loads(request_body(Arrival(7, 0.0, Kind(kind), prompt_tokens, 5, estimate_tokens)))
     rendered = render(body["messages"], thinking="reasoning_effort" in body)
     text = body["messages"][0]["content"]
@@ -122,9 +113,6 @@ def test_a_prompt_is_as_long_as_planned_and_misjudged_as_planned(
 
 
 def test_over_http_everybody_is_answered_and_nothing_is_sent_where_it_cannot_run() -> None:
-    from benchmarks.http_fleet import measure
-    from benchmarks.traffic import Kind
-
     # Seed 203: some thirty chats, one short document, one job that is longer than the run.
     run = measure("C", 1.0, 203, duration_s=12, speed=5, warm_up_s=0)
     fates = {kind: [fate for fate in run.fates if fate.arrival.kind is kind] for kind in Kind}
@@ -144,10 +132,6 @@ def test_over_http_everybody_is_answered_and_nothing_is_sent_where_it_cannot_run
 
 
 def test_more_than_the_knee_of_the_prompts_at_hand_is_noticed_from_outside() -> None:
-    from benchmarks.http_fleet import above_knee
-    from benchmarks.traffic import Arrival, Kind
-    from benchmarks.virtual_fleet import Fate
-
     def held(prompt_tokens: int, since: float, until: float) -> Fate:
         arrival = Arrival(0, since, Kind.CHAT, prompt_tokens, 100, prompt_tokens)
         return Fate(arrival, "light-0", sent_at=since, first_at=since, done_at=until)
@@ -162,10 +146,6 @@ def test_more_than_the_knee_of_the_prompts_at_hand_is_noticed_from_outside() -> 
 
 
 def test_a_run_on_a_machine_that_did_not_keep_up_is_not_believed() -> None:
-    from benchmarks.http_fleet import Engine, Meter, Run
-    from benchmarks.http_load import Heard
-    from benchmarks.scoring import score
-
     nothing = score([], tokens_per_s=0, misfits=0, above_cap=0, kv_max=0, seconds=0)
     engine = Engine(tokens=0, peak=0, kv_peak=0, preemptions=0, rejected_4xx=0, lag_peak_s=0.3, lost_s=0.3)
     clean = Run(nothing, (), Heard(lags_s=[0.001] * 100), {"push": engine}, Meter({}, seconds=100), speed=4)

@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import pytest
+from benchmarks.steps import lines_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -45,10 +45,7 @@ def test_a_coroutine_is_counted_within_the_one_that_awaits_it(tmp_path: Path) ->
     assert calls == {"outer": 6, "outer|inner": 6}
 
 
-def test_what_is_rare_is_left_out_of_the_tree_and_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks.steps import lines_of
-
+def test_what_is_rare_is_left_out_of_the_tree_and_of_the_sum() -> None:
     bytecodes = Counter(
         {("a",): 100, ("a", "b"): 50, ("a", "batch"): 30, ("probe",): 500, ("probe", "c"): 40}
     )

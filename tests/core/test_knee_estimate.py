@@ -1,17 +1,14 @@
 """The knee estimate: exact where its formula holds, near the knee of engines, silent where it cannot tell."""
 
-import importlib.util
 import math
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import knee as bench
 from gateway.core.knee_estimate import (
     KNEE_RATIO,
     STEPS_MIN,
@@ -24,15 +21,6 @@ from gateway.core.knee_estimate import (
     estimate,
 )
 from gateway.core.tpot_control import GapWindow
-
-if TYPE_CHECKING:
-    from benchmarks import knee as bench
-else:
-    # The benchmark's virtual server is the one these tests drive; benchmarks are no package.
-    _spec = importlib.util.spec_from_file_location("knee", Path(__file__).parents[2] / "benchmarks/knee.py")
-    bench = importlib.util.module_from_spec(_spec)
-    sys.modules["knee"] = bench
-    _spec.loader.exec_module(bench)
 
 CASES = {case.name: case for case in bench.CASES}
 SHAPE = ClassShape(streams=10, prompt_tokens=10_000, chunks=1000, block_chunks=3000 * 1000)

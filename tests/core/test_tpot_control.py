@@ -1,16 +1,13 @@
 """TPOT control: what the meter counts, and how the share of the knee follows from it."""
 
 import dataclasses
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import knee as bench
 from gateway.core.admission import WHOLE
 from gateway.core.tpot_control import (
     DECIDE_S,
@@ -24,15 +21,6 @@ from gateway.core.tpot_control import (
     TpotTarget,
     adjust,
 )
-
-if TYPE_CHECKING:
-    from benchmarks import knee as bench
-else:
-    # The benchmark's virtual server is the one these tests drive; benchmarks are no package.
-    _spec = importlib.util.spec_from_file_location("knee", Path(__file__).parents[2] / "benchmarks/knee.py")
-    bench = importlib.util.module_from_spec(_spec)
-    sys.modules["knee"] = bench
-    _spec.loader.exec_module(bench)
 
 SEQ = WHOLE // 64
 TARGET = TpotTarget(tpot_s=0.05, seq_share=SEQ, floor_share=SEQ)
