@@ -8,19 +8,21 @@ times back: what is left between the two columns is the cost of HTTP, Python and
 import argparse
 import asyncio
 import json
-import os
-import platform
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 import anyio
 
-from gateway.core.closed_loop import Measured
+if not __package__:  # python benchmarks/simulator.py
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.closed_loop import Measured
+from benchmarks.published import POINTS, Point, value
+from benchmarks.routing import machine
 from gateway.profiles import names
 from gateway.simulator import SimulatorOptions, serve
-from gateway.simulator.published import POINTS, Point, value
 
 TEMPLATE_TOKENS = 13  # what the chat template adds to a single user message
 
@@ -132,12 +134,11 @@ async def closed_loop(url: str, point: Point, speed: float) -> Measured:
     decode = [end - begin for begin, end in zip(first, total, strict=True)]
     return Measured(
         tokens_per_s=point.requests * point.output_tokens / duration,
-        ttft_s=mean(first),
-        tpot_s=mean(decode) / max(1, point.output_tokens - 1),
-        latency_s=mean(total),
+        ttft_s=fmean(first),
+        tpot_s=fmean(decode) / max(1, point.output_tokens - 1),
+        latency_s=fmean(total),
         duration_s=duration,
         steps=0,
-        preemptions=0,
     )
 
 
@@ -157,24 +158,6 @@ async def timed(host: str, port: int, request: bytes) -> tuple[float, float]:
     if b"data: [DONE]" not in tail:
         raise RuntimeError(f"a stream broke off: {tail!r}")
     return first - began, last - began
-
-
-def mean(values: list[float]) -> float:
-    """Return the arithmetic mean."""
-    return sum(values) / len(values)
-
-
-def machine() -> str:
-    """Return what this runs on."""
-    processor = next(_processors(), platform.machine())
-    return f"{processor}, {os.cpu_count()} cores, Python {platform.python_version()}"
-
-
-def _processors() -> Iterator[str]:
-    info = Path("/proc/cpuinfo")
-    for line in info.read_text().splitlines() if info.exists() else ():
-        if line.startswith("model name"):
-            yield line.partition(":")[2].strip()
 
 
 if __name__ == "__main__":

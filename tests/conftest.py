@@ -14,9 +14,8 @@ from support.redis_server import LEGS, legs
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-sys.path.append(
-    str(Path(__file__).parents[1])
-)  # for `benchmarks`; last, so that an installed gateway is tested
+# Where `benchmarks` is. Last: the gateway that is tested is the installed one.
+sys.path.append(str(Path(__file__).parents[1]))
 
 WORKERS_PER_CORE = 2  # most of a test's time is another process's: a start, an answer, a lease
 WORKERS_MAX = 8

@@ -5,13 +5,13 @@ from functools import cache
 
 import pytest
 
-from gateway.core.closed_loop import Measured, closed_loop
+from benchmarks.closed_loop import Measured, closed_loop
+from benchmarks.published import POINTS, Figure, Point, value
 from gateway.core.engine import Engine, StepResult
 from gateway.core.kv import KvFormula
 from gateway.core.perf import PerfModel
 from gateway.core.profile import EngineFlags
 from gateway.profiles import load
-from gateway.simulator.published import POINTS, Figure, Point, value
 
 PERF = PerfModel(
     t_fixed=1.0, t_mem=2.0, kv_read=0.5, kv_span=0.25, t_seq=0.125, t_tok=4.0, t_attn=0.0625, sharp=1

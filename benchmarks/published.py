@@ -8,7 +8,7 @@ NVFP4 and the MoE model).
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from gateway.core.closed_loop import Measured, closed_loop
+from benchmarks.closed_loop import Measured, closed_loop
 from gateway.core.profile import Profile
 from gateway.profiles import load
 

@@ -1,7 +1,7 @@
 """A closed-loop benchmark in virtual time: what `vllm bench serve --max-concurrency` measures."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from gateway.core.engine import Engine
 from gateway.core.profile import Profile
@@ -18,7 +18,6 @@ class Measured:
         latency_s: Mean time from request to last token.
         duration_s: Duration of the run.
         steps: Number of engine steps.
-        preemptions: Sequences preempted.
     """
 
     tokens_per_s: float
@@ -27,7 +26,6 @@ class Measured:
     latency_s: float
     duration_s: float
     steps: int
-    preemptions: int
 
     @property
     def request_tokens_per_s(self) -> float:
@@ -71,14 +69,9 @@ def closed_loop(
     overhead = profile.perf.overhead_s
     return Measured(
         tokens_per_s=requests * output_tokens / now,
-        ttft_s=_mean([first[i] - begun[i] for i in range(requests)]) + overhead,
-        tpot_s=_mean([done[i] - first[i] for i in range(requests)]) / max(1, output_tokens - 1),
-        latency_s=_mean([done[i] - begun[i] for i in range(requests)]) + overhead,
+        ttft_s=fmean(first[i] - begun[i] for i in range(requests)) + overhead,
+        tpot_s=fmean(done[i] - first[i] for i in range(requests)) / max(1, output_tokens - 1),
+        latency_s=fmean(done[i] - begun[i] for i in range(requests)) + overhead,
         duration_s=now,
         steps=steps,
-        preemptions=engine.preemptions,
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
