@@ -8,28 +8,25 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, ClassVar
 
 import rich_click as click
 from click.core import ParameterSource
 
 from gateway import __version__, standard_streams
-from gateway.command_options import CONFIG_ENV, config_file, config_option, json_option
+from gateway.commands import CONFIG_ENV, config_file, config_option, fail, json_option, usable
 from gateway.core.errors import ConfigError, GatewayError
+from gateway.exiting import FAILURE, USAGE
 
 if TYPE_CHECKING:
     from gateway.settings import Settings
     from gateway.settings.problems import Problem
 
-T = TypeVar("T")
 WORKERS_ENV = "GEMMA_GATEWAY_WORKERS"
-
-USAGE = 2
-"""Exit status for a command or a configuration that is wrong; click's own for wrong usage."""
 
 log_level_option = click.option(
     "--log-level",
@@ -220,22 +217,22 @@ def explain(
         elif config is None:
             raise click.UsageError(f"No configuration is given: use --config FILE, or set {CONFIG_ENV}.")
         else:
-            loaded = _usable(lambda: settings.load(config))
-            explanation = _usable(
+            loaded = usable(lambda: settings.load(config))
+            explanation = usable(
                 lambda: process.run(
                     explaining.explain, loaded, body, completions=completions, key=key, headers=fields
                 )
             )
             found = json.loads(explanation.as_json())
     except GatewayError as error:
-        _fail(f"the gateway would answer {error.status} {error.code}: {error.message}")
+        fail(f"the gateway would answer {error.status} {error.code}: {error.message}")
     except (explaining.NotAnswered, OSError) as error:
-        _fail(str(error))
+        fail(str(error))
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
         explaining.show(found)
-    sys.exit(0 if explaining.is_served(found) else 1)
+    sys.exit(0 if explaining.is_served(found) else FAILURE)
 
 
 @main.command()
@@ -263,9 +260,9 @@ def healthcheck(url: str) -> None:
     try:
         answer = command_http.request("GET", url, timeout_s=3.0)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        _fail(f"{url}: {error}")
+        fail(f"{url}: {error}")
     click.echo(answer.text.strip())
-    sys.exit(0 if answer.status_code == 200 else 1)
+    sys.exit(0 if answer.status_code == 200 else FAILURE)
 
 
 @main.command()
@@ -280,7 +277,7 @@ def tokens(file: Path, vocab: Path | None, as_json: bool) -> None:
 
     from gateway import tokenizer
 
-    measured = _usable(lambda: tokenizer.measure(file, None if vocab is None else tokenizer.load(vocab)))
+    measured = usable(lambda: tokenizer.measure(file, None if vocab is None else tokenizer.load(vocab)))
     if as_json:
         click.echo(json.dumps(asdict(measured), default=str))
     else:
@@ -306,7 +303,7 @@ def vocab_build(tokenizer_json: Path, out: Path) -> None:
     """Convert the `tokenizer.json` stored next to the weights you serve. You need this only once."""
     from gateway import tokenizer
 
-    built = _usable(lambda: tokenizer.build(tokenizer_json, out))
+    built = usable(lambda: tokenizer.build(tokenizer_json, out))
     click.echo(f"{out}: {built.entries} entries, {built.bytes} bytes, {built.seconds:.1f} s")
     click.echo(f"sha256 {built.sha256}")
     for warning in built.warnings:
@@ -319,18 +316,3 @@ def _header(text: str) -> tuple[str, str]:
     if not colon or not name.strip():
         raise click.BadParameter(f"{text!r} is not NAME:VALUE", param_hint="--header")
     return name.strip().lower(), value.strip()
-
-
-def _usable(action: Callable[[], T]) -> T:
-    """Return the result of `action`; an unusable configuration ends the command with status 2."""
-    try:
-        return action()
-    except ConfigError as error:
-        for line in str(error).splitlines():
-            click.echo(f"{click.style('error', fg='red')}: {line}", err=True)
-        sys.exit(USAGE)
-
-
-def _fail(message: str) -> NoReturn:
-    click.echo(message, err=True)
-    sys.exit(1)

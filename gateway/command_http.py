@@ -5,6 +5,10 @@ from typing import Any
 
 import httpx
 
+ADMIN_S = 15.0
+"""How long the admin port may take to answer. A choice: longer than a store that is away needs to be
+noticed."""
+
 
 def request(method: str, url: str, *, timeout_s: float, **options: Any) -> httpx.Response:
     """Send a request, ignoring proxy settings; certificates are verified against the system's store.

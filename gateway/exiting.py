@@ -8,6 +8,9 @@ from contextlib import contextmanager
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RELOAD_SIGNAL = signal.SIGHUP
 
+FAILURE, USAGE = 1, 2
+"""Exit statuses: for what may pass, such as an address in use, and for what is wrong; click's, too."""
+
 TOLD_S = 1.0
 """How long callers that are cut off have to read that they are. A choice: it delays every exit that cuts
 callers off."""

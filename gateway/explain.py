@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gateway import command_http, what_if
+from gateway.commands import PIPED_WIDTH
 from gateway.core import deciding
 from gateway.core.errors import GatewayError
 from gateway.core.values import Exclusion
@@ -19,13 +20,6 @@ from gateway.downstream import wire
 from gateway.settings import Settings
 from gateway.tokenizer import open_estimator
 from gateway.what_if import Explanation
-
-TIMEOUT_S = 15.0
-"""How long the admin port may take to answer. A choice, as in gateway/job_commands.py."""
-
-PIPED_WIDTH = 250
-"""Characters per line if the output is not a terminal, as for the commands about jobs: names are not
-broken."""
 
 
 class NotAnswered(Exception):
@@ -87,7 +81,7 @@ def ask(
     url = f"{admin_url.rstrip('/')}/admin/explain"
     try:
         content = msgspec.json.encode(question)
-        answer = command_http.request("POST", url, timeout_s=TIMEOUT_S, content=content)
+        answer = command_http.request("POST", url, timeout_s=command_http.ADMIN_S, content=content)
         found = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise NotAnswered(f"{url}: {error}") from error

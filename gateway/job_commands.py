@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import httpx
@@ -15,22 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway import command_http, settings
-from gateway.command_options import config_option, json_option
+from gateway.commands import PIPED_WIDTH, config_option, fail, json_option
 from gateway.core.errors import ConfigError
 from gateway.core.jobs import JobStatus
+from gateway.exiting import USAGE
 
 ADMIN_ENV = "GEMMA_GATEWAY_ADMIN"
 DEFAULT = "http://127.0.0.1:9090"
-
-TIMEOUT_S = 15.0
-"""How long the admin port may take to answer. A choice: longer than a store that is away needs to be
-noticed."""
-
-PIPED_WIDTH = 250
-"""Characters per line if the output is not a terminal. A choice: nothing is truncated."""
-
-FAILURE, USAGE = 1, 2
-"""Exit statuses of a command that failed, and of one that was wrong: click's for wrong usage."""
 
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _STYLES = {"completed": "green", "failed": "red", "in_progress": "cyan", "cancelled": "dim"}
@@ -120,7 +111,7 @@ def cancel(job_id: str, admin: str | None, config: Path | None, as_json: bool) -
     view = _ask("POST", _base(admin, config), f"/{quote(job_id, safe='')}/cancel")
     _done(view, as_json, f"{view['id']} is {view['status']}")
     if view["status"] != JobStatus.CANCELLED:
-        _fail(f"{_plain(view['id'])} had already ended")
+        fail(f"{_plain(view['id'])} had already ended")
 
 
 @jobs.command()
@@ -164,9 +155,9 @@ def _base(admin: str | None, config: Path | None) -> str:
     try:
         where = settings.load(config).admin
     except ConfigError as error:
-        _fail(str(error), USAGE)
+        fail(str(error), USAGE)
     if where is None or where.port == 0:
-        _fail(f"{config}: it does not say where the admin port is: give --admin URL", USAGE)
+        fail(f"{config}: it does not say where the admin port is: give --admin URL", USAGE)
     host = _ANYWHERE.get(where.host, where.host)
     return f"http://[{host}]:{where.port}" if ":" in host else f"http://{host}:{where.port}"
 
@@ -175,25 +166,20 @@ def _ask(method: str, base: str, path: str, query: Mapping[str, str] | None = No
     """Return the admin port's answer. Ends the command with status 1 if it is an error."""
     try:
         url = f"{base}/admin/jobs{path}"
-        answer = command_http.request(method, url, timeout_s=TIMEOUT_S, params=query)
+        answer = command_http.request(method, url, timeout_s=command_http.ADMIN_S, params=query)
         said = answer.json()
         if answer.status_code == 200:
             return said
-        _fail(_plain(said["error"]["message"]))
+        fail(_plain(said["error"]["message"]))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         reason = str(error) or type(error).__name__
-        _fail(f"nothing answers at {base}: {reason}; give the admin port with --admin URL or --config FILE")
+        fail(f"nothing answers at {base}: {reason}; give the admin port with --admin URL or --config FILE")
     except (ValueError, KeyError, TypeError):
-        _fail(f"{base} is not the admin port of a gateway (status {answer.status_code})")
+        fail(f"{base} is not the admin port of a gateway (status {answer.status_code})")
 
 
 def _done(view: Mapping[str, Any], as_json: bool, sentence: str) -> None:
     click.echo(json.dumps(view, indent=2) if as_json else _plain(sentence))
-
-
-def _fail(message: str, status: int = FAILURE) -> NoReturn:
-    click.echo(message, err=True)
-    sys.exit(status)
 
 
 # ------------------------------------------------------------------ output for people

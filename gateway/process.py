@@ -10,6 +10,7 @@ import anyio
 
 from gateway import __version__, memory, names, open_files, settings, supervisor
 from gateway.core.errors import ConfigError, StartupBlocked
+from gateway.exiting import FAILURE, USAGE
 from gateway.settings import Settings
 from gateway.telemetry import logs
 
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from gateway.app import Running
 
 T = TypeVar("T")
-
-USAGE = 2
-"""Exit status for a configuration that cannot be used, as in gateway/cli.py."""
 
 
 def serve(config: Path, log_level: str, workers: int) -> int:
@@ -63,7 +61,7 @@ def _status(load: Callable[[], Settings], start: Callable[[Settings], int]) -> i
 
 def status_of(error: ConfigError) -> int:
     """Return the exit status for a failed start: 1 if another attempt may succeed."""
-    return supervisor.FAILURE if isinstance(error, StartupBlocked) else USAGE
+    return FAILURE if isinstance(error, StartupBlocked) else USAGE
 
 
 def run(function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:

@@ -15,6 +15,8 @@ import socket
 import struct
 import sys
 
+PORT_MAX = 65_535
+
 SILENT_S = 15
 ASK_EVERY_S = 5
 ASKED_MAX = 3

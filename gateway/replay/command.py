@@ -1,7 +1,6 @@
 """`gemma-gateway replay`: for people and for programs."""
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -13,17 +12,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from gateway import settings
-from gateway.command_options import config_option, json_option
-from gateway.core.errors import ConfigError
+from gateway.commands import config_option, fail, json_option, usable
 from gateway.replay import reading
 from gateway.replay.candidate_policy import CandidatePolicy
 from gateway.replay.comparing import Report, compare
 from gateway.replay.figures import Figures
 from gateway.replay.moving import Move
 from gateway.replay.reading import Unusable
-
-FAILURE, USAGE = 1, 2
-"""Exit statuses of a command that failed, and of one that was wrong: click's for wrong usage."""
 
 PIPED_WIDTH = 160
 """Characters per line if the output is not a terminal. A choice: wide enough for the tables."""
@@ -48,17 +43,11 @@ def replay(files: tuple[Path, ...], config: Path, as_json: bool) -> None:
     Give it all files of a log, of all gateways in front of the same fleet. Sends nothing. docs/replay.md
     says how far to trust the figures.
     """
-    try:
-        tried = CandidatePolicy.of(settings.load(config))
-    except ConfigError as error:
-        for line in str(error).splitlines():
-            click.echo(f"{click.style('error', fg='red')}: {line}", err=True)
-        sys.exit(USAGE)
+    tried = usable(lambda: CandidatePolicy.of(settings.load(config)))
     try:
         report = compare(reading.read(files), tried)
     except Unusable as error:
-        click.echo(str(error), err=True)
-        sys.exit(FAILURE)
+        fail(str(error))
     if as_json:
         click.echo(json.dumps(asdict(report), indent=2))
     else:

@@ -29,6 +29,7 @@ from gateway.core.versions import VersionBound
 from gateway.core.webhooks import EVENT_TYPES
 from gateway.profiles.figures import prompt_tokens_max
 from gateway.settings.conditions import bounds, count_bounds, header_values
+from gateway.tcp import PORT_MAX
 
 
 class Section(BaseModel):
@@ -136,10 +137,6 @@ def _sha256(written: str) -> str:
 
 
 Sha256 = Annotated[str, AfterValidator(_sha256), Field(json_schema_extra={"pattern": "^[0-9a-fA-F]{64}$"})]
-
-
-PORT_MAX = 65535
-"""The highest port: TCP's."""
 
 
 class Address(NamedTuple):

@@ -38,7 +38,7 @@ from gateway.core.values import (
 )
 from gateway.core.webhooks import WebhookEndpoint, read_secret
 from gateway.settings.document import Document
-from gateway.settings.fields import PORT_MAX, Address, Section, address, curve, overlap
+from gateway.settings.fields import Address, Section, address, curve, overlap
 from gateway.settings.problems import Problem
 from gateway.settings.references import Finding
 from gateway.settings.secrets import SecretMissing, SecretRef, carried, digest
@@ -216,8 +216,8 @@ class Settings:
             own["store"] = StoreSection(url=store_url)
         if self.admin is not None and self.admin.port:
             port = self.admin.port + number
-            if port > PORT_MAX:
-                message = f"worker {number} would need admin port {port}: the highest port is {PORT_MAX}"
+            if port > tcp.PORT_MAX:
+                message = f"worker {number} would need admin port {port}: the highest port is {tcp.PORT_MAX}"
                 raise ConfigError(str(self.problem(("admin",), message)))
             if overlap(Address(self.admin.host, port), self.listen):
                 message = f"worker {number} would need admin port {port}, which is that of `listen`"

@@ -1,18 +1,17 @@
 """`gemma-gateway simulate-box`, and `box-switch`, which gives it orders."""
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import rich_click as click
 
+from gateway.commands import fail
+from gateway.exiting import USAGE
 from gateway.simulator.box_options import BOOT_S, Boot, BoxOptions, profile
 from gateway.simulator.command import answer_tokens_option, host_option, speed_option, thought_tokens_option
 from gateway.simulator.options import SimulatorOptions
-
-PORT_MAX = 65_535
-"""The highest port: TCP's."""
+from gateway.tcp import PORT_MAX
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -166,8 +165,7 @@ def simulate_box(
     try:
         anyio.run(main)
     except OSError as error:
-        click.echo(f"cannot listen on {host}: {error.strerror or error}", err=True)
-        sys.exit(2)
+        fail(f"cannot listen on {host}: {error.strerror or error}", USAGE)
 
 
 @click.command("box-switch", hidden=True)
@@ -195,16 +193,16 @@ def box_switch(control: str, wait: bool, timeout: float, order: str, name: str) 
     try:
         answer = httpx.post(url, params={"wait": str(wait).lower()}, timeout=timeout, trust_env=False)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        _fail(f"{control}: {error}")
+        fail(f"{control}: {error}")
     try:
         said = answer.json()
     except ValueError:
-        _fail(f"{control}: HTTP {answer.status_code}, which is not a box's answer")
+        fail(f"{control}: HTTP {answer.status_code}, which is not a box's answer")
     if "state" not in said:
-        _fail(f"{control}: {said.get('detail', said)}")
+        fail(f"{control}: {said.get('detail', said)}")
     text = f"{name} is {said['state']}" + (f": {said['reason']}" if said.get("reason") else "")
     if not answer.is_success:
-        _fail(text)
+        fail(text)
     click.echo(text)
 
 
@@ -242,8 +240,3 @@ def _boots(name: str, failures: int, plans: Sequence[str], names: Iterable[str])
                     f"{error}; there are {', '.join(Boot)}", param_hint="--boots"
                 ) from error
     return tuple(ends)
-
-
-def _fail(message: str) -> NoReturn:
-    click.echo(message, err=True)
-    sys.exit(1)

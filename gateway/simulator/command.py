@@ -1,11 +1,12 @@
 """`gemma-gateway simulate`: one simulated Gemma 4 server on a port."""
 
-import sys
 from contextlib import suppress
 
 import rich_click as click
 
 from gateway import open_files, tcp
+from gateway.commands import fail
+from gateway.exiting import USAGE
 from gateway.simulator.options import Fault, FaultOrder, Quirk, SimulatorOptions
 
 host_option = click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
@@ -65,7 +66,10 @@ def _list_profiles(context: click.Context, _: click.Parameter, profile: str) -> 
     help="The deployment to imitate; `help` lists them.",
 )
 @click.option(
-    "--port", required=True, type=click.IntRange(0, 65535), help="Port to listen on; 0 for any free one."
+    "--port",
+    required=True,
+    type=click.IntRange(0, tcp.PORT_MAX),
+    help="Port to listen on; 0 for any free one.",
 )
 @host_option
 @speed_option
@@ -179,5 +183,4 @@ def simulate(
     try:
         anyio.run(main)
     except OSError as error:
-        click.echo(f"cannot listen on {tcp.address(host, port)}: {error.strerror or error}", err=True)
-        sys.exit(2)
+        fail(f"cannot listen on {tcp.address(host, port)}: {error.strerror or error}", USAGE)

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from gateway import tcp
+from gateway.sockets import BACKLOG
 
 KEEP_ALIVE_S = 5
 """Idle connections are closed after this time, as by vLLM (measured:
@@ -25,9 +26,6 @@ KEEP_ALIVE_S = 5
 
 ENDING_S = 1.0
 """Real seconds for answers to write their last bytes. A choice."""
-
-_BACKLOG = 2048
-"""Connections that may wait to be accepted: uvicorn's default."""
 
 _LOOK_S = 0.002
 """Real seconds between two looks at uvicorn's tasks. A choice."""
@@ -164,7 +162,7 @@ class Door:
             self._entrance = Entrance()
             self._listener = self._bound(self.host, self.port)
             self._listener.setblocking(False)
-            self._listener.listen(_BACKLOG)
+            self._listener.listen(BACKLOG)
             get_running_loop().add_reader(self._listener, self._accept, self._listener, connect)
 
     def _accept(self, listener: socket.socket, connect: Callable[[Entrance], ClientConnection]) -> None:

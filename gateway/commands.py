@@ -1,16 +1,24 @@
-"""Options shared by several commands."""
+"""What several commands share: options, and how they end."""
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import rich_click as click
 from click.core import ParameterSource
 
+from gateway.core.errors import ConfigError
+from gateway.exiting import FAILURE, USAGE
+
+T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 CONFIG_ENV = "GEMMA_GATEWAY_CONFIG"
+
+PIPED_WIDTH = 250
+"""Characters per line if the output is not a terminal. A choice: nothing is truncated, no name is broken."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -44,3 +52,19 @@ def config_file(command: Callable[..., None]) -> Callable[..., None]:
         command(config=chosen, **options)
 
     return run
+
+
+def usable(action: Callable[[], T]) -> T:
+    """Return the result of `action`; an unusable configuration ends the command with status 2."""
+    try:
+        return action()
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            click.echo(f"{click.style('error', fg='red')}: {line}", err=True)
+        sys.exit(USAGE)
+
+
+def fail(message: str, status: int = FAILURE) -> NoReturn:
+    """End the command with a message."""
+    click.echo(message, err=True)
+    sys.exit(status)
