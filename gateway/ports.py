@@ -23,6 +23,7 @@ from gateway.core.files import FileRefusal, NewFile, StoredFile
 from gateway.core.health import BackendStatus, Outcome, PeerAttempts, PeerVerdict, Verdict
 from gateway.core.idempotency import Idempotency, IdempotencyClaim, KeyState
 from gateway.core.jobs import (
+    AfterRefusal,
     Chunk,
     Job,
     JobError,
@@ -31,7 +32,6 @@ from gateway.core.jobs import (
     Queue,
     Quota,
     Refusal,
-    Refused,
     Serving,
 )
 from gateway.core.trace import Trace
@@ -464,10 +464,10 @@ class JobStore(Protocol):
         """
 
     async def get(self, job_id: str) -> Job | None:
-        """Return a job; None if it was never accepted, was deleted, or has expired."""
+        """Return a job without body and facts; None if it was never accepted, was deleted, or has expired."""
 
     async def load(self, job_id: str) -> Job | None:
-        """Return a job with its body and facts, otherwise like `get`."""
+        """Return a whole job: like `get`, with body and facts."""
 
     async def chunks(self, job_id: str, start: int = 0, limit: int = 1000) -> Sequence[Chunk]:
         """Return up to `limit` chunks of a job's answer, from number `start` on."""
@@ -584,7 +584,7 @@ class JobStore(Protocol):
         config: str,
         attempts_max: int,
         after_s: float,
-    ) -> Refused | None:
+    ) -> AfterRefusal | None:
         """Return a job that this process's configuration cannot run.
 
         It is LEFT to workers that serve its model under a configuration that has not refused it. If there

@@ -277,7 +277,7 @@ ELSEWHERE = "elsewhere"
 """The class of lanes for jobs that were accepted for other processes, whose classes are unknown here."""
 
 
-class Refused(StrEnum):
+class AfterRefusal(StrEnum):
     """What happens to a job that its worker's configuration cannot run."""
 
     LEFT = "left"  # to workers with another configuration that has not refused it

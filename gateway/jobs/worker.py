@@ -37,6 +37,7 @@ from gateway.core.errors import (
 )
 from gateway.core.job_answers import AnswerSoFar, answer_so_far, choices, continuation
 from gateway.core.jobs import (
+    AfterRefusal,
     AttemptEnd,
     AttemptOutcome,
     Beginning,
@@ -44,7 +45,6 @@ from gateway.core.jobs import (
     JobError,
     JobStatus,
     Lane,
-    Refused,
     Serving,
     size_of,
 )
@@ -465,7 +465,7 @@ class Worker:
         match became:
             case None:
                 raise JobLost
-            case Refused.LEFT:
+            case AfterRefusal.LEFT:
                 log.info(
                     "job %s is left to other processes: %s",
                     job.id,
@@ -475,10 +475,10 @@ class Worker:
                     ),
                 )
                 self._tell(claim, AttemptOutcome.RETURNED)
-            case Refused.FAILED:
+            case AfterRefusal.FAILED:
                 _log_failed(job, failure)
                 self._tell(claim, AttemptOutcome.FAILED)
-            case Refused.ENDED:
+            case AfterRefusal.ENDED:
                 self._tell(claim, AttemptOutcome.ENDED, JobStatus.FAILED, error)
 
     def _tell(

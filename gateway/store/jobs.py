@@ -21,6 +21,7 @@ from redis.exceptions import NoPermissionError
 from gateway.core.errors import StoreUnavailable
 from gateway.core.idempotency import Idempotency
 from gateway.core.jobs import (
+    AfterRefusal,
     Chunk,
     Job,
     JobError,
@@ -31,7 +32,6 @@ from gateway.core.jobs import (
     Queue,
     Quota,
     Refusal,
-    Refused,
     Serving,
 )
 from gateway.events import about
@@ -310,12 +310,12 @@ class RedisJobs(JobScripts):
         config: str,
         attempts_max: int,
         after_s: float,
-    ) -> Refused | None:
+    ) -> AfterRefusal | None:
         """See `ports.JobStore.refuse`."""
         rest_ms = max(0, round(after_s * 1000))
         words = (config, rest_ms, attempts_max, *_words(error))
         reply = await self._run("refuse", job_id, claim, *words)
-        return None if reply is None else Refused(reply.decode())
+        return None if reply is None else AfterRefusal(reply.decode())
 
     async def waiting(self, wait_s: float) -> Collection[tuple[str, int]]:
         """See `ports.JobStore.waiting`."""

@@ -27,7 +27,17 @@ from support.job_world import LEFT, NO_MODELS, JobWorld, new_job
 from support.redis_server import RedisServer, legs, own_server
 
 from gateway.core.errors import StoreUnavailable
-from gateway.core.jobs import Chunk, Job, JobError, JobPriority, JobStatus, Quota, Refusal, Refused, Serving
+from gateway.core.jobs import (
+    AfterRefusal,
+    Chunk,
+    Job,
+    JobError,
+    JobPriority,
+    JobStatus,
+    Quota,
+    Refusal,
+    Serving,
+)
 
 LANES = ("m/light", "m/push")
 KEYS = ("alice", "bob")
@@ -270,10 +280,10 @@ class JobHistories(RuleBasedStateMachine):
             return
         is_left = len(job.refused | {worker}) < WORKERS
         if not is_left and job.failures + 1 >= ATTEMPTS_MAX:
-            assert refused is Refused.ENDED
+            assert refused is AfterRefusal.ENDED
             self.end(job, JobStatus.FAILED, "x")
             return
-        assert refused is (Refused.LEFT if is_left else Refused.FAILED)
+        assert refused is (AfterRefusal.LEFT if is_left else AfterRefusal.FAILED)
         job.refused.add(worker)
         job.failures += not is_left
         job.returned = claim[1]

@@ -18,6 +18,7 @@ from gateway.clock import SystemClock
 from gateway.core.errors import StoreUnavailable
 from gateway.core.idempotency import Idempotency
 from gateway.core.jobs import (
+    AfterRefusal,
     Chunk,
     Job,
     JobError,
@@ -26,7 +27,6 @@ from gateway.core.jobs import (
     NewJob,
     Quota,
     Refusal,
-    Refused,
     Serving,
 )
 from gateway.jobs.watch import QueueWatch
@@ -337,7 +337,7 @@ async def test_a_job_that_others_refused_is_taken_over_and_forgotten_at_its_end(
     job = await jobs.claim("small", [LANE], 3, "small")
     assert job is not None and job.id == "a"
     refused = await jobs.refuse("a", job.claim, refusal, config="small", attempts_max=3, after_s=0.0)
-    assert refused is Refused.LEFT
+    assert refused is AfterRefusal.LEFT
     for attempt in (2, 3):
         job = await jobs.claim("large", [LANE], 3, "large")
         assert job is not None and (job.id, job.attempt) == ("a", attempt)
@@ -1157,7 +1157,7 @@ async def test_the_documented_acl_is_enough(stoppable: RedisServer) -> None:
             assert await jobs.is_served_elsewhere("m", "one")
             error = JobError("x", "No.")
             left = await jobs.refuse(*jobs.held("a", 3), error, config="one", attempts_max=3, after_s=1.0)
-            assert left is Refused.LEFT
+            assert left is AfterRefusal.LEFT
             assert await jobs.claim("another", [LANE], 3, "one") is None
             assert await jobs.claim("w", [LANE], 3, "two")
             await jobs.append(*jobs.held("a", 4), Chunk(0, 4, b"x"))
