@@ -188,7 +188,7 @@ class HealthRules:
     """
 
     interval_s: float = 1.0
-    probe_timeout_s: float = 3.0
+    probe_timeout_s: float = 2.0
     scrape_timeout_s: float = 5.0
     models_every_s: float = 30.0
     failures_max: int = 3

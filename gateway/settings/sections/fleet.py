@@ -1,12 +1,13 @@
 """The servers and what joins them: `tokenizer`, `backends`, `pools`, `timeouts`, `health`.
 
-The sources of defaults are in `core.values`; those of `health` are choices (`core.health.HealthRules`).
+The sources of defaults are in `core.values` and `core.health.HealthRules`.
 """
 
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
+from gateway.core.health import HealthRules
 from gateway.core.values import Gates, Spill, Timeouts
 from gateway.settings.fields import (
     BaseUrl,
@@ -26,6 +27,7 @@ from gateway.settings.fields import (
 
 _TIMEOUTS = Timeouts()
 _GATES, _SPILL = Gates(), Spill()
+_HEALTH = HealthRules()
 
 
 def _tokenizer(written: Any) -> Any:
@@ -253,23 +255,23 @@ PoolChoice = Annotated[PoolSection, ShortForm(_pool, _POOL_SHORT)]
 class HealthSection(Section):
     """When a backend counts as healthy."""
 
-    interval_s: Seconds = 1.0
+    interval_s: Seconds = _HEALTH.interval_s
     """Seconds between two probes of a backend."""
 
-    timeout_s: Seconds = 2.0
+    timeout_s: Seconds = _HEALTH.probe_timeout_s
     """Seconds one probe may take."""
 
-    failures: Positive = 3
+    failures: Positive = _HEALTH.failures_max
     """Failures that eject a backend: consecutive failed probes, or failed requests minus successes."""
 
-    ejection_s: Seconds = 5.0
+    ejection_s: Seconds = _HEALTH.penalty_s
     """Seconds of the first ejection; each further one doubles it."""
 
-    ejection_max_s: Seconds = 60.0
+    ejection_max_s: Seconds = _HEALTH.penalty_max_s
     """Longest ejection in seconds."""
 
-    hang_s: Seconds = 30.0
+    hang_s: Seconds = _HEALTH.hang_s
     """Seconds without a token, while requests run, that count as a hang; more if one step takes longer."""
 
-    probation_successes: Positive = 3
+    probation_successes: Positive = _HEALTH.probation_successes
     """Requests that must succeed before a recovered backend is trusted again."""
