@@ -24,8 +24,8 @@ class Blame:
         """Start with none."""
         self._known: OrderedDict[tuple[str, bytes], float] = OrderedDict()
 
-    def is_new(self, backend: str, request: bytes, now: float) -> bool:
-        """Return whether a failure counts against `backend`, and remember it.
+    def count(self, backend: str, request: bytes, now: float) -> bool:
+        """Count a failure against `backend`. Return False if it is one of a request that has counted already.
 
         Args:
             backend: Its id.

@@ -594,7 +594,7 @@ class Pipeline:
         if attempt.outcome is not Outcome.FAILED:
             return False
         digest = blake2b(context.incoming.body_for(""), digest_size=16).digest()
-        return not self._blame.is_new(attempt.backend, digest, self._clock.now())
+        return not self._blame.count(attempt.backend, digest, self._clock.now())
 
     def _learn(self, context: RequestContext, candidate: Candidate) -> None:
         request, decision = context.incoming.request, context.decision

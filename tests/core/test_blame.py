@@ -14,7 +14,7 @@ def test_a_request_counts_once_per_backend_until_it_is_forgotten() -> None:
         ("a", b"1", REPEATED_S, True),
         ("a", b"2", REPEATED_S, False),
     ]
-    assert [blame.is_new(backend, request, now) for backend, request, now, _ in asked] == [
+    assert [blame.count(backend, request, now) for backend, request, now, _ in asked] == [
         is_new for *_, is_new in asked
     ]
 
@@ -22,6 +22,6 @@ def test_a_request_counts_once_per_backend_until_it_is_forgotten() -> None:
 def test_what_is_remembered_has_a_bound() -> None:
     blame = Blame()
     for number in range(KNOWN_MAX + 1):
-        assert blame.is_new("a", str(number).encode(), 0.0)
-    assert blame.is_new("a", b"0", 0.0)
-    assert not blame.is_new("a", b"2", 0.0)
+        assert blame.count("a", str(number).encode(), 0.0)
+    assert blame.count("a", b"0", 0.0)
+    assert not blame.count("a", b"2", 0.0)
