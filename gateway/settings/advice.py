@@ -2,7 +2,6 @@
 
 import ipaddress
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,7 +9,7 @@ from urllib.parse import urlsplit
 from gateway.core.kept import kept
 from gateway.core.quirks import WORKAROUNDS
 from gateway.core.values import Backend, Capacity, ModelPolicy, Policy, TrafficClass
-from gateway.settings.problems import Problem, closest
+from gateway.settings.problems import Finding, Problem, closest
 from gateway.settings.reach import Reach, reach
 from gateway.settings.resolved import Settings
 from gateway.settings.yaml_tree import Path
@@ -34,19 +33,13 @@ def warnings(settings: Settings) -> tuple[Problem, ...]:
         *_keys(settings),
         *_priorities(settings),
     ]
-    return tuple(sorted(settings.problem(warning.path, warning.message) for warning in found))
-
-
-@dataclass(frozen=True, slots=True)
-class _Warning:
-    path: Path
-    message: str
+    return tuple(sorted(warning.placed(str(settings.path), settings.tree) for warning in found))
 
 
 # ------------------------------------------------------------------ classes
 
 
-def _models(policy: Policy) -> Iterator[_Warning]:
+def _models(policy: Policy) -> Iterator[Finding]:
     for model in policy.models:
         foreign = _pools_of(*policy.models) - _pools_of(model)
         reachable = {
@@ -56,7 +49,7 @@ def _models(policy: Policy) -> Iterator[_Warning]:
         earlier: list[tuple[str, Reach]] = []
         for index, one in enumerate(model.classes):
             path: Path = ("models", model.id, "classes", index)
-            yield from (_Warning(path, text) for text in _class(one, earlier, policy, fleet))
+            yield from (Finding(path, text) for text in _class(one, earlier, policy, fleet))
             earlier.append((one.name, reach(one.when, one.output_reserve_tokens)))
         yield from _remainder(model)
 
@@ -128,10 +121,10 @@ def _modality(
         )
 
 
-def _remainder(model: ModelPolicy) -> Iterator[_Warning]:
+def _remainder(model: ModelPolicy) -> Iterator[Finding]:
     last = model.classes[-1]
     if not any(reach(one.when, one.output_reserve_tokens).is_everything for one in model.classes):
-        yield _Warning(
+        yield Finding(
             ("models", model.id, "classes", len(model.classes) - 1),
             f"requests that match no class of {model.id} are refused; "
             f"a last class without `when` would take them (the last is {last.name})",
@@ -190,26 +183,26 @@ def kv_tokens(capacity: Capacity) -> int:
 # ------------------------------------------------------------------ backends and the rest
 
 
-def _unused(settings: Settings, policy: Policy) -> Iterator[_Warning]:
+def _unused(settings: Settings, policy: Policy) -> Iterator[Finding]:
     in_pools = {name for pool in policy.pools.values() for name in pool.backends}
     in_classes = _pools_of(*policy.models)
     in_backends = {backend.profile for backend in policy.backends.values()}
     for name in policy.backends.keys() - in_pools:
-        yield _Warning(("backends", name), f"backend {name} is in no pool: nothing is ever sent to it")
+        yield Finding(("backends", name), f"backend {name} is in no pool: nothing is ever sent to it")
     for name in settings.mixed_pools & policy.pools.keys():
         message = (
             f"pool {name} is for chats and for long documents: while one is read, every chat on its backend "
             "stands still. Give documents a pool of their own, or, if that is intended, set "
             "gates: {long_prefills: 1}"
         )
-        yield _Warning(("pools", name), message)
+        yield Finding(("pools", name), message)
     for name in policy.pools.keys() - in_classes:
-        yield _Warning(("pools", name), f"pool {name} is in no class: nothing is ever sent to it")
+        yield Finding(("pools", name), f"pool {name} is in no class: nothing is ever sent to it")
     for name in settings.document.profiles.keys() - in_backends:
-        yield _Warning(("profiles", name), f"profile {name} is used by no backend")
+        yield Finding(("profiles", name), f"profile {name} is used by no backend")
 
 
-def _backends(settings: Settings, policy: Policy) -> Iterator[_Warning]:
+def _backends(settings: Settings, policy: Policy) -> Iterator[Finding]:
     for name, backend in policy.backends.items():
         path: Path = ("backends", name)
         section = settings.document.backends[name]
@@ -222,19 +215,19 @@ def _backends(settings: Settings, policy: Policy) -> Iterator[_Warning]:
                     f"backend {name} is reached over plain http outside this network: "
                     f"{what} are sent unencrypted"
                 )
-                yield _Warning((*path, "url"), message)
+                yield Finding((*path, "url"), message)
             if "tls" in section.model_fields_set:
-                yield _Warning((*path, "tls"), f"backend {name} has an http URL: tls has no effect")
+                yield Finding((*path, "tls"), f"backend {name} has an http URL: tls has no effect")
         elif not section.tls.verify:
-            yield _Warning((*path, "tls", "verify"), f"backend {name}: its certificate is not checked")
-        yield from (_Warning((*path, "quirks"), text) for text in _quirks(name, settings))
+            yield Finding((*path, "tls", "verify"), f"backend {name}: its certificate is not checked")
+        yield from (Finding((*path, "quirks"), text) for text in _quirks(name, settings))
         if _is_guessed(settings, name):
             knee = backend.capacity.knee[0].seqs
             message = f"backend {name}: its knee of {knee} is a guess: set `limits: {{knee_seqs: ...}}`"
-            yield _Warning((*path, "profile"), message)
+            yield Finding((*path, "profile"), message)
         fits = kv_tokens(backend.capacity)
         if fits < backend.capacity.context_tokens:
-            yield _Warning(
+            yield Finding(
                 path,
                 f"backend {name}: its KV budget holds a request of {fits:,} tokens, "
                 f"its window is {backend.capacity.context_tokens:,}: longer ones are refused",
@@ -244,7 +237,7 @@ def _backends(settings: Settings, policy: Policy) -> Iterator[_Warning]:
         if timeouts.total_s < max(timeouts.first_byte_s, timeouts.idle_s):
             own = settings.document.pools[name].timeouts.model_fields_set
             message = f"pool {name}: total_s ends an attempt before first_byte_s or idle_s can"
-            yield _Warning(("pools", name) if own else ("timeouts",), message)
+            yield Finding(("pools", name) if own else ("timeouts",), message)
 
 
 def _is_guessed(settings: Settings, name: str) -> bool:
@@ -255,9 +248,9 @@ def _is_guessed(settings: Settings, name: str) -> bool:
     return is_generic and backend.limits.knee_seqs is None
 
 
-def _webhooks(settings: Settings) -> Iterator[_Warning]:
+def _webhooks(settings: Settings) -> Iterator[Finding]:
     if settings.document.webhooks and settings.store is None and settings.jobs is None:
-        yield _Warning(("webhooks",), "webhooks without `jobs`: nothing is sent")
+        yield Finding(("webhooks",), "webhooks without `jobs`: nothing is sent")
     for name, section in settings.document.webhooks.items():
         url = urlsplit(section.url)
         if url.scheme == "http" and not _is_private(url.hostname or ""):
@@ -265,13 +258,13 @@ def _webhooks(settings: Settings) -> Iterator[_Warning]:
                 f"webhook {name} is sent over plain http outside this network: "
                 "whoever reads it learns job ids"
             )
-            yield _Warning(("webhooks", name, "url"), message)
+            yield Finding(("webhooks", name, "url"), message)
 
 
-def _telemetry(settings: Settings) -> Iterator[_Warning]:
+def _telemetry(settings: Settings) -> Iterator[Finding]:
     section = settings.document.telemetry
     if section.otlp is None and section.metrics is not None:
-        yield _Warning(("telemetry", "metrics"), "metrics without `otlp`: nothing is sent")
+        yield Finding(("telemetry", "metrics"), "metrics without `otlp`: nothing is sent")
 
 
 _OFF_IF_EMPTY: Mapping[Path, str] = {
@@ -284,12 +277,12 @@ _OFF_IF_EMPTY: Mapping[Path, str] = {
 }
 
 
-def _empty(settings: Settings) -> Iterator[_Warning]:
+def _empty(settings: Settings) -> Iterator[Finding]:
     """Yield keys without a value that turn something off: for other sections that means the defaults."""
     data, given = settings.tree.data, settings.tree.values
     for path, effect in _OFF_IF_EMPTY.items():
         if path in given and _value(data, path) is None:
-            yield _Warning(path, f"`{'.'.join(map(str, path))}` is empty: {effect}")
+            yield Finding(path, f"`{'.'.join(map(str, path))}` is empty: {effect}")
     for model, section in settings.document.models.items():
         for index, one in enumerate(section.classes):
             path = ("models", model, "classes", index, "queue")
@@ -297,7 +290,7 @@ def _empty(settings: Settings) -> Iterator[_Warning]:
                 message = (
                     f"the `queue` of class {one.name} is empty: its chats are jobs only with `queue: {{}}`"
                 )
-                yield _Warning(path, message)
+                yield Finding(path, message)
 
 
 def _value(data: Any, path: Path) -> Any:
@@ -306,7 +299,7 @@ def _value(data: Any, path: Path) -> Any:
     return data
 
 
-def _boxes(settings: Settings, policy: Policy) -> Iterator[_Warning]:
+def _boxes(settings: Settings, policy: Policy) -> Iterator[Finding]:
     shared = settings.box_boots_s()
     for model in policy.models:
         for index, one in enumerate(model.classes):
@@ -314,7 +307,7 @@ def _boxes(settings: Settings, policy: Policy) -> Iterator[_Warning]:
             boots = [shared.get(name, 0.0) for name in names]
             most_s = one.waiting.max_wait_s
             if most_s < min(boots, default=0.0):
-                yield _Warning(
+                yield Finding(
                     ("models", model.id, "classes", index),
                     f"class {one.name} waits {most_s:g} s at most, and its models take turns with others: "
                     f"a boot takes {min(boots):g} s, so its requests are refused while they are out, "
@@ -335,42 +328,40 @@ def _quirks(name: str, settings: Settings) -> Iterator[str]:
             yield f"backend {name}: its profile has no quirk {quirk} to remove"
 
 
-def _exposure(settings: Settings) -> Iterator[_Warning]:
+def _exposure(settings: Settings) -> Iterator[Finding]:
     if settings.document.keys is None and not _is_loopback(settings.listen.host):
         message = "no `keys`, and `listen` is not a loopback address: everyone who can reach it may use it"
-        yield _Warning(("listen",), message)
+        yield Finding(("listen",), message)
     if settings.document.keys is None and "*" in settings.document.allowed_origins:
         message = "no `keys`, and every origin is allowed: any web page may use it in its visitor's browser"
-        yield _Warning(("allowed_origins",), message)
+        yield Finding(("allowed_origins",), message)
     if settings.admin is not None and not _is_loopback(settings.admin.host):
         message = "the admin address is not a loopback one: everyone who can reach it sees status and metrics"
-        yield _Warning(("admin",), message)
+        yield Finding(("admin",), message)
 
 
 _OF_NOTHING = sha256(b"").hexdigest()
 
 
-def _keys(settings: Settings) -> Iterator[_Warning]:
+def _keys(settings: Settings) -> Iterator[Finding]:
     seen: dict[str, str] = {}
     for name, section in (settings.document.keys or {}).items():
         if section.sha256 is None:
             continue
         digest, path = section.sha256.lower(), ("keys", name, "sha256")
         if digest == _OF_NOTHING:
-            yield _Warning(path, f"key {name}: this is the SHA-256 of empty text, which no caller's key has")
+            yield Finding(path, f"key {name}: this is the SHA-256 of empty text, which no caller's key has")
         elif digest in seen:
-            yield _Warning(path, f"key {name} is the same as key {seen[digest]}: its callers count as {name}")
+            yield Finding(path, f"key {name} is the same as key {seen[digest]}: its callers count as {name}")
         seen[digest] = name
 
 
-def _priorities(settings: Settings) -> Iterator[_Warning]:
+def _priorities(settings: Settings) -> Iterator[Finding]:
     jobs, keys = settings.document.jobs, settings.document.keys or {}
     for name in {} if jobs is None else jobs.priorities:
         if name not in keys:
-            suggestion = closest(name, keys)
-            hint = f" (did you mean {suggestion}?)" if suggestion else ""
-            message = f'there is no API key "{name}"; nobody has this priority{hint}'
-            yield _Warning(("jobs", "priorities", name), message)
+            message = f'there is no API key "{name}"; nobody has this priority'
+            yield Finding(("jobs", "priorities", name), message, closest(name, keys))
 
 
 _LOCAL_ENDINGS = (".local", ".localhost", ".internal", ".lan", ".home.arpa", ".svc", ".cluster.local")

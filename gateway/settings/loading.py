@@ -12,8 +12,7 @@ from gateway.core.errors import ConfigError
 from gateway.settings import advice, references, resolved, shape
 from gateway.settings.diff import AT_START, LIVE, held
 from gateway.settings.document import Document
-from gateway.settings.problems import Problem
-from gateway.settings.references import Finding
+from gateway.settings.problems import Finding, Problem
 from gateway.settings.resolved import Settings
 from gateway.settings.yaml_tree import Tree, parse
 
@@ -126,7 +125,7 @@ def _read(
     if document is not None:
         found += tuple(resolved.findings(document))
     unread = {(mark.line, mark.column) for mark, _ in tree.problems}  # such a value is not what is meant
-    placed = [_placed(name, tree, finding) for finding in found]
+    placed = [finding.placed(name, tree) for finding in found]
     problems += [one for one in placed if (one.line, one.column) not in unread]
     if document is None or problems:
         return None, tuple(sorted(set(problems)))
@@ -139,8 +138,3 @@ def _validate(tree: Tree) -> tuple[Document | None, tuple[Finding, ...]]:
         return Document.model_validate(tree.data), ()
     except ValidationError as error:
         return None, tuple(shape.findings(error))
-
-
-def _placed(name: str, tree: Tree, finding: Finding) -> Problem:
-    mark = tree.key_mark(finding.path) if finding.at_key else tree.value_mark(finding.path)
-    return Problem(name, mark.line, mark.column, finding.message, finding.suggestion)

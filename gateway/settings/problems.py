@@ -4,6 +4,8 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gateway.settings.yaml_tree import Path, Tree
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Problem:
@@ -27,6 +29,21 @@ class Problem:
         where = f"{self.file}:{self.line}:{self.column}" if self.line else self.file
         hint = f" (did you mean {self.suggestion}?)" if self.suggestion else ""
         return f"{where}: {self.message}{hint}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A problem at a path of the file. `at_key`: the key is wrong, not its value."""
+
+    path: Path
+    message: str
+    suggestion: str = ""
+    at_key: bool = False
+
+    def placed(self, file: str, tree: Tree) -> Problem:
+        """Return it with its position in the file."""
+        mark = tree.key_mark(self.path) if self.at_key else tree.value_mark(self.path)
+        return Problem(file, mark.line, mark.column, self.message, self.suggestion)
 
 
 def closest(word: str, known: Iterable[str]) -> str:

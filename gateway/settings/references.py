@@ -4,7 +4,7 @@ reported together with all other problems.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from ipaddress import IPv6Address, ip_address
 from socket import inet_aton, inet_ntoa
 from typing import Any
@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 
 from gateway import profiles
 from gateway.core.webhooks import address_refusal
+from gateway.settings.document import Document
 from gateway.settings.fields import address, overlap
-from gateway.settings.problems import closest
+from gateway.settings.problems import Finding, closest
 from gateway.settings.yaml_tree import Path
 
 _NUMERIC = re.compile(r"[0-9a-fx.]*\d")
@@ -21,18 +22,8 @@ _NUMERIC = re.compile(r"[0-9a-fx.]*\d")
 
 _THIS_MACHINE = frozenset({"127.0.0.1", "::1", "0.0.0.0", "::"})
 
-_LISTENERS = {"listen": "127.0.0.1:8080", "admin": "127.0.0.1:9090"}
+_LISTENERS = {name: Document.model_fields[name].default for name in ("listen", "admin")}
 """The addresses of this gateway, with their defaults."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A problem at a path of the file. `at_key`: the key is wrong, not its value."""
-
-    path: Path
-    message: str
-    suggestion: str = ""
-    at_key: bool = False
 
 
 def findings(data: Any) -> Iterator[Finding]:

@@ -39,8 +39,7 @@ from gateway.core.values import (
 from gateway.core.webhooks import WebhookEndpoint, read_secret
 from gateway.settings.document import Document
 from gateway.settings.fields import Address, Section, address, curve, overlap
-from gateway.settings.problems import Problem
-from gateway.settings.references import Finding
+from gateway.settings.problems import Finding, Problem
 from gateway.settings.secrets import SecretMissing, SecretRef, carried, digest
 from gateway.settings.sections.boxes import BoxSection
 from gateway.settings.sections.fleet import BackendSection, GatesSection, JobRoomSection
@@ -504,8 +503,7 @@ class Settings:
 
     def problem(self, path: TreePath, message: str, *, at_key: bool = False) -> Problem:
         """Return a problem at the position of `path` in the file."""
-        mark = self.tree.key_mark(path) if at_key else self.tree.value_mark(path)
-        return Problem(str(self.path), mark.line, mark.column, message)
+        return Finding(path, message, at_key=at_key).placed(str(self.path), self.tree)
 
     @property
     def summary(self) -> tuple[str, ...]:

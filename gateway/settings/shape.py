@@ -9,8 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from gateway.settings.document import Document
-from gateway.settings.problems import closest
-from gateway.settings.references import Finding
+from gateway.settings.problems import Finding, closest
 from gateway.settings.yaml_tree import Path
 
 _SECRET_PARTS = frozenset(
