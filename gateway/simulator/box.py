@@ -25,6 +25,7 @@ from gateway.simulator.box_options import Boot, BoxOptions
 from gateway.simulator.door import ClientConnection, Door, cut_connections, wire
 from gateway.simulator.options import Fault, FaultOrder, SimulatorOptions
 from gateway.simulator.server import Simulator, behind
+from gateway.tasks import tasks_beside
 
 _REMEMBERED = 1000
 """Maximum number of swaps, residencies and violations kept, each. A choice."""
@@ -267,26 +268,20 @@ async def simulated_box(options: BoxOptions) -> AsyncIterator[Box]:
     Raises:
         OSError: a port is in use.
     """
-    failure: Exception | None = None
     with contextlib.ExitStack() as doors:
         door = _held(doors, options.host, options.port)
         models = {}
         for name, given in options.models.items():
             own = _held(doors, given.host, given.port)
             models[name] = Model(name, replace(given, port=own.port), own, options.boots.get(name, ()))
-        async with anyio.create_task_group() as tasks:
+        async with tasks_beside(Exception) as tasks:
             running = Box(options, models, door, tasks)
             try:
                 await running.open()
                 yield running
-            except Exception as error:  # noqa: BLE001 - carried out by value: the group would wrap it
-                failure = error
             finally:
                 with anyio.CancelScope(shield=True):
                     await running.close()
-                tasks.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
 
 
 def _held(doors: contextlib.ExitStack, host: str, port: int) -> Door:

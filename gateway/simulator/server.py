@@ -26,6 +26,7 @@ from gateway.simulator.faults import OF_THE_SERVER, Faults
 from gateway.simulator.host import EngineHost
 from gateway.simulator.options import Fault, FaultOrder, SimulatorOptions
 from gateway.simulator.tally import Tally
+from gateway.tasks import tasks_beside
 
 _BOOT_S = 120.0
 """Boot time where nobody published one. A choice between the published 147 s and 60 s."""
@@ -316,22 +317,16 @@ async def behind(
     door: Door, options: SimulatorOptions, memory: Memory | None = None
 ) -> AsyncIterator[Simulator]:
     """Run a server behind a port that is there already; it is yielded before it boots. Leaving kills it."""
-    failure: Exception | None = None
-    async with anyio.create_task_group() as tasks:
+    async with tasks_beside(Exception) as tasks:
         server = Simulator(options, tasks, door, memory)
         try:
             tasks.start_soon(server.keep_date)
             if options.fault is not None:
                 server.order(options.fault)
             yield server
-        except Exception as error:  # noqa: BLE001 - carried out by value: the group would wrap it
-            failure = error
         finally:
             with anyio.CancelScope(shield=True):
                 await server.kill()
-            tasks.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
 
 
 @contextlib.asynccontextmanager
