@@ -3,7 +3,6 @@
 import json
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,38 +13,13 @@ import openai
 import pytest
 from support.processes import config, running
 from support.redis_server import RedisServer
-from support.site import Site, simulated, site
+from support.site import Site, jobs_site, simulated, site
 
 from gateway.downstream import background
 from gateway.simulator.options import Fault, FaultOrder
 
-KEYS = {
-    "a": {"sha256": "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"},  # of "a"
-    "b": {"sha256": "3e23e8160039594a33894f6564e1b1348bbd7a0088d42c4acb73eeaed59c009d"},  # of "b"
-}
 MESSAGES: Any = [{"role": "user", "content": "Why is the sky blue?"}]
 ASK: dict[str, Any] = {"model": "gemma-4", "input": "Why is the sky blue?"}
-
-
-@asynccontextmanager
-async def jobs_site(
-    folder: Path,
-    store: RedisServer,
-    speed: float = 20.0,
-    fault: FaultOrder | None = None,
-    **sections: Any,
-) -> AsyncIterator[Site]:
-    fleet = simulated({"light-0": "h100-tp1-light", "light-1": "h100-tp1-light"}, speed=speed, fault=fault)
-    sections = {
-        "pools": {"light": ["light-0", "light-1"]},
-        "models": {"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}},
-        "store": {"url": store.url},
-        "jobs": {},
-        "keys": KEYS,
-        **sections,
-    }
-    async with site(folder, fleet=fleet, **sections) as running:
-        yield running
 
 
 @pytest.fixture

@@ -14,49 +14,28 @@ import pytest
 from redis.asyncio import Redis
 from support.processes import Process, config, running, until
 from support.redis_server import RedisServer
-from support.site import Site, simulated, site
+from support.site import Site, jobs_site
 
 from gateway.core.errors import RequestTimeout
 from gateway.downstream.files import UPLOADS_MAX
 from gateway.downstream.multipart import parts_of
 
-KEYS = {
-    "a": {"sha256": "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"},  # of "a"
-    "b": {"sha256": "3e23e8160039594a33894f6564e1b1348bbd7a0088d42c4acb73eeaed59c009d"},  # of "b"
-}
 CHAT: Any = "/v1/chat/completions"
 RESPONSES: Any = "/v1/responses"
 SHORT = {"model": "gemma-4", "max_completion_tokens": 8}
 
 
-@asynccontextmanager
-async def batch_site(
-    folder: Path, store: RedisServer, speed: float = 20.0, **sections: Any
-) -> AsyncIterator[Site]:
-    fleet = simulated({"light-0": "h100-tp1-light", "light-1": "h100-tp1-light"}, speed=speed)
-    sections = {
-        "pools": {"light": ["light-0", "light-1"]},
-        "models": {"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}},
-        "store": {"url": store.url},
-        "jobs": {},
-        "keys": KEYS,
-        **sections,
-    }
-    async with site(folder, fleet=fleet, **sections) as running:
-        yield running
-
-
 @pytest.fixture
 async def slow(tmp_path: Path, store: RedisServer) -> AsyncIterator[Site]:
     """A gateway whose backends are no faster than engines are: many long answers at once are work."""
-    async with batch_site(tmp_path, store, speed=1.0) as running:
+    async with jobs_site(tmp_path, store, speed=1.0) as running:
         yield running
         await running.eventually(running.idle)
 
 
 @pytest.fixture
 async def gateway(tmp_path: Path, store: RedisServer) -> AsyncIterator[Site]:
-    async with batch_site(tmp_path, store) as running:
+    async with jobs_site(tmp_path, store) as running:
         yield running
         await running.eventually(running.idle)
 
@@ -212,7 +191,7 @@ async def test_lines_that_one_process_cannot_run_are_run_by_another(
         (tmp_path / name).mkdir()
         one = {"classes": [{"class": "short_chat", "pools": ["light"]}]}
         backend = {"limits": {"context_tokens": tokens}}
-        fleet[name] = batch_site(
+        fleet[name] = jobs_site(
             tmp_path / name, store, backend=backend, models={"gemma-4": one, f"only-{name}": one}
         )
     async with AsyncExitStack() as stack:
@@ -442,7 +421,7 @@ async def test_a_file_that_a_batch_reads_stays(gateway: Site) -> None:
 
 async def test_a_keys_files_are_bounded_together(tmp_path: Path, store: RedisServer) -> None:
     jobs = {"batches": {"file_bytes_max_per_key": 3_000_000}}
-    async with batch_site(tmp_path, store, jobs=jobs) as gateway:
+    async with jobs_site(tmp_path, store, jobs=jobs) as gateway:
         client, other = gateway.openai(api_key="a", max_retries=2), gateway.openai(api_key="b")
         first = await client.files.create(file=("1.jsonl", b"x" * 2_000_000), purpose="batch")
         with pytest.raises(openai.RateLimitError) as caught:

@@ -15,15 +15,11 @@ import openai
 import pytest
 from support.processes import config, running, until
 from support.redis_server import RedisServer
-from support.site import Site, simulated, site
+from support.site import Site, jobs_site, simulated, site
 
 from gateway.core.chat_jobs import job_id
 from gateway.core.jobs import Job, JobStatus
 
-KEYS = {
-    "a": {"sha256": "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"},  # of "a"
-    "b": {"sha256": "3e23e8160039594a33894f6564e1b1348bbd7a0088d42c4acb73eeaed59c009d"},  # of "b"
-}
 ASK: dict[str, Any] = {
     "model": "gemma-4",
     "messages": [{"role": "user", "content": "Why is the sky blue?"}],
@@ -60,15 +56,8 @@ async def chat_site(
         "waiting": waiting or {},
     }
     plain = {"class": "short_chat", "pools": ["light"]}
-    sections = {
-        "pools": {"light": ["light-0", "light-1"]},
-        "models": {"gemma-4": {"classes": [reasoning, plain]}},
-        "store": {"url": store.url},
-        "jobs": {},
-        "keys": KEYS,
-        **sections,
-    }
-    async with site(folder, fleet=fleet, **sections) as running:
+    sections = {"models": {"gemma-4": {"classes": [reasoning, plain]}}, **sections}
+    async with jobs_site(folder, store, fleet=fleet, **sections) as running:
         yield running
 
 

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from gateway import profiles, settings
 from gateway.app import Gateway
 from gateway.core.health import State
 from gateway.core.values import Load
-from gateway.simulator import Simulator, SimulatorOptions, simulator
+from gateway.simulator import FaultOrder, Simulator, SimulatorOptions, simulator
+from support.redis_server import RedisServer
 
 SPEED = 50.0
 FLEET = {
@@ -125,6 +127,33 @@ async def site(
         assert running.admin_url is not None
         clients = await stack.enter_async_context(AsyncExitStack())
         yield Site(gateway, running.url, running.admin_url, backends, clients)
+
+
+@asynccontextmanager
+async def jobs_site(
+    folder: Path,
+    store: RedisServer,
+    *,
+    fleet: Mapping[str, SimulatorOptions] | None = None,
+    speed: float = 20.0,
+    fault: FaultOrder | None = None,
+    **sections: Any,
+) -> AsyncIterator[Site]:
+    """Run a gateway with jobs, two backends alike and one class, for callers with the keys "a" and "b"."""
+    sections = {
+        "pools": {"light": ["light-0", "light-1"]},
+        "models": {"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}},
+        "store": {"url": store.url},
+        "jobs": {},
+        "keys": {name: {"sha256": sha256(name.encode()).hexdigest()} for name in ("a", "b")},
+        **sections,
+    }
+    if fleet is None:
+        fleet = simulated(
+            {name: "h100-tp1-light" for name in ("light-0", "light-1")}, speed=speed, fault=fault
+        )
+    async with site(folder, fleet=fleet, **sections) as running:
+        yield running
 
 
 def simulated(names: Mapping[str, str], **options: Any) -> dict[str, SimulatorOptions]:
