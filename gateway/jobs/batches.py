@@ -37,13 +37,11 @@ from gateway.core.batches import (
 from gateway.core.errors import CallerError, GatewayError, StoreUnavailable
 from gateway.core.jobs import Job, NewJob, Quota, size_of
 from gateway.events import about
+from gateway.jobs.record import AGAIN_S
 from gateway.ports import BatchStore, FileStore, JobStore
 from gateway.threads import decoded
 
 log = logging.getLogger("gateway.jobs")
-
-AGAIN_S = 1.0
-"""Interval between attempts while the store is unreachable. A choice, as in gateway/jobs/record.py."""
 
 RELEASE_S = 5.0
 """How long a stopped runner may take to release its batches. A choice: one command of the store

@@ -18,8 +18,8 @@ GATHERED_MAX = 1024 * 1024
 choice that bounds memory."""
 
 AGAIN_S = 1.0
-"""Interval between attempts to write while the store is unreachable. A choice: soon, and no load on a store
-that comes back."""
+"""Interval between attempts while the store is unreachable. A choice: soon, and no load on a store that comes
+back."""
 
 
 class JobLost(CallerStalled):

@@ -11,11 +11,9 @@ import anyio
 
 from gateway.core.errors import StoreUnavailable
 from gateway.events import about
+from gateway.jobs.record import AGAIN_S
 
 log = logging.getLogger("gateway.jobs")
-
-AGAIN_S = 1.0
-"""How soon it is tried again while the store does not answer. A choice, as in gateway/jobs/record.py."""
 
 KEPT_MAX = 10_000
 """How many are remembered; of more, the oldest are left to run. A choice that bounds memory."""
