@@ -9,10 +9,11 @@ from gateway.settings.document import Document
 from gateway.settings.fields import Address
 from gateway.settings.loading import CheckReport, beside, check, load
 from gateway.settings.problems import Problem
-from gateway.settings.resolved import BackendTls, Settings
+from gateway.settings.resolved import Settings
 from gateway.settings.schema import schema
 from gateway.settings.sections.fleet import HealthSection
 from gateway.settings.sections.service import RequestsSection, ShutdownSection
+from gateway.settings.tls import BackendTls
 
 __all__ = [
     "load",

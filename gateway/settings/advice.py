@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from gateway.core.kept import kept
 from gateway.core.quirks import WORKAROUNDS
 from gateway.core.values import Backend, Capacity, ModelPolicy, Policy, TrafficClass
+from gateway.settings.policies import mixed_pools
 from gateway.settings.problems import Finding, Problem, closest
 from gateway.settings.reach import Reach, reach
 from gateway.settings.resolved import Settings
@@ -189,7 +190,7 @@ def _unused(settings: Settings, policy: Policy) -> Iterator[Finding]:
     in_backends = {backend.profile for backend in policy.backends.values()}
     for name in policy.backends.keys() - in_pools:
         yield Finding(("backends", name), f"backend {name} is in no pool: nothing is ever sent to it")
-    for name in settings.mixed_pools & policy.pools.keys():
+    for name in mixed_pools(settings.document) & policy.pools.keys():
         message = (
             f"pool {name} is for chats and for long documents: while one is read, every chat on its backend "
             "stands still. Give documents a pool of their own, or, if that is intended, set "

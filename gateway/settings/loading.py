@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from gateway.core.errors import ConfigError
-from gateway.settings import advice, references, resolved, shape
+from gateway.settings import advice, policies, references, shape
 from gateway.settings.diff import AT_START, LIVE, held
 from gateway.settings.document import Document
 from gateway.settings.problems import Finding, Problem
@@ -87,7 +87,7 @@ def beside(started: Settings, running: Settings, new: Settings) -> Settings:
     except ValidationError as error:
         found = tuple(shape.findings(error))
     else:
-        found = (*references.findings(data), *resolved.findings(document))
+        found = (*references.findings(data), *policies.findings(document))
         if not found:
             own = {name: getattr(running.document, name) for name in AT_START}
             return replace(
@@ -123,7 +123,7 @@ def _read(
     document, found = _validate(tree)
     found += tuple(references.findings(tree.data))
     if document is not None:
-        found += tuple(resolved.findings(document))
+        found += tuple(policies.findings(document))
     unread = {(mark.line, mark.column) for mark, _ in tree.problems}  # such a value is not what is meant
     placed = [finding.placed(name, tree) for finding in found]
     problems += [one for one in placed if (one.line, one.column) not in unread]

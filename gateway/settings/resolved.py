@@ -1,100 +1,28 @@
-"""A validated configuration: the settings that `app.py` reads, and the resulting policy."""
+"""A validated configuration: the settings that `app.py` reads."""
 
-import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
-from gateway import profiles, tcp
+from gateway import tcp
 from gateway.core.box import BoxRules
 from gateway.core.errors import ConfigError
 from gateway.core.profile import EngineFlags, Profile
 from gateway.core.swap_policy import SwapRules, Trigger
-from gateway.core.values import (
-    Backend,
-    Capacity,
-    Comparison,
-    Gates,
-    JobRoom,
-    Modalities,
-    ModelPolicy,
-    OnDisconnect,
-    Policy,
-    Pool,
-    ReasoningField,
-    RetryPolicy,
-    Spill,
-    TemplateCosts,
-    Timeouts,
-    TrafficClass,
-    Waiting,
-    Weights,
-    When,
-    WhenLate,
-)
+from gateway.core.values import Policy
 from gateway.core.webhooks import WebhookEndpoint, read_secret
 from gateway.settings.document import Document
-from gateway.settings.fields import Address, Section, address, curve, overlap
+from gateway.settings.fields import Address, address, overlap
+from gateway.settings.policies import policy_of
 from gateway.settings.problems import Finding, Problem
 from gateway.settings.secrets import SecretMissing, SecretRef, carried, digest
 from gateway.settings.sections.boxes import BoxSection
-from gateway.settings.sections.fleet import BackendSection, GatesSection, JobRoomSection
-from gateway.settings.sections.models import ClassSection, ModelSection, WhenSection
 from gateway.settings.sections.service import JobsSection, StoreSection
 from gateway.settings.sections.site_profiles import resolve
+from gateway.settings.tls import BackendTls, store_faults, tls_fault
 from gateway.settings.yaml_tree import Path as TreePath
 from gateway.settings.yaml_tree import Tree
-
-
-@dataclass(frozen=True, slots=True)
-class BackendTls:
-    """TLS to a backend.
-
-    Attributes:
-        ca_file: Authorities that its certificate is verified against; None: the system's.
-        verify: Whether it is verified at all.
-        cert_file, key_file: The gateway's own certificate and its key; None: it has none, or the key is in
-            `cert_file`.
-    """
-
-    ca_file: Path | None
-    verify: bool
-    cert_file: Path | None = None
-    key_file: Path | None = None
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The files that `context` reads."""
-        authorities = self.ca_file if self.verify else None
-        return tuple(file for file in (authorities, self.cert_file, self.key_file) if file is not None)
-
-    def context(self) -> ssl.SSLContext:
-        """Return a context with these settings.
-
-        Raises:
-            ValueError: a file is missing or unusable. The message names it.
-        """
-        authorities = self.ca_file if self.verify else None
-        try:
-            context = ssl.create_default_context(cafile=None if authorities is None else str(authorities))
-        except (OSError, ssl.SSLError) as error:
-            raise ValueError(f"{authorities} holds no certificates: {error}") from error
-        if not self.verify:
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-        if self.cert_file is not None:
-            try:
-                context.load_cert_chain(self.cert_file, self.key_file, password=_no_password)
-            except (OSError, ssl.SSLError) as error:
-                where = f"{self.cert_file} with {self.key_file}" if self.key_file else str(self.cert_file)
-                raise ValueError(f"{where} is no certificate with its key: {error}") from error
-            except ValueError as error:  # from `_no_password`
-                raise ValueError(f"{self.key_file or self.cert_file}: {error}") from error
-        return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,23 +156,7 @@ class Settings:
 
     def policy(self) -> Policy:
         """Return the policy: everything that decides where a request goes."""
-        document = self.document
-        return Policy(
-            models=tuple(_model(name, section) for name, section in document.models.items()),
-            pools=self._pools(),
-            backends={name: self._backend(name, section) for name, section in document.backends.items()},
-            weights=Weights(**document.routing.weights.model_dump()),
-            retry=RetryPolicy(attempts_max=document.routing.attempts_max),
-            reasoning_field=ReasoningField(document.answers.reasoning_field),
-            version=self.version,
-        )
-
-    @property
-    def mixed_pools(self) -> frozenset[str]:
-        """Pools shared by chats and long documents, without an explicit setting for that in the file."""
-        first = _first_pools(self.document)
-        both = first[_Kind.CHAT] & first[_Kind.DOCUMENT]
-        return frozenset(name for name in both if self.document.pools[name].gates.long_prefills is None)
+        return policy_of(self.document, self.version)
 
     def profile(self, backend_id: str) -> Profile:
         """Return the profile of a backend, including the site's own figures, but without its `limits`."""
@@ -253,40 +165,6 @@ class Settings:
     def engines(self) -> Mapping[str, EngineFlags]:
         """Return the launch flags of each backend's engine according to its profile."""
         return {name: self.profile(name).flags for name in self.document.backends}
-
-    def _pools(self) -> dict[str, Pool]:
-        document = self.document
-        of_chats, shared = _chat_pools(document), _shared_pools(document)
-        return {
-            name: Pool(
-                name,
-                section.backends,
-                Timeouts(**(document.timeouts.model_dump() | _given(section.timeouts))),
-                _gates(section.gates, is_chat=name in of_chats),
-                Spill(**section.spill.model_dump()),
-                _job_room(section.jobs, is_shared=name in shared),
-                None if section.tpot_target_ms is None else section.tpot_target_ms / 1000,
-            )
-            for name, section in document.pools.items()
-        }
-
-    def _backend(self, name: str, section: BackendSection) -> Backend:
-        profile = self.profile(name)
-        return Backend(
-            id=name,
-            url=section.url,
-            model=section.model,
-            profile=section.profile,
-            capacity=_capacity(profile.capacity, section),
-            modalities=_modalities(profile.modalities, section),
-            tokens_per_s=profile.perf.lone_tokens_per_s(),
-            boot_budget_s=section.boot_budget_s or profile.boot_budget_s,
-            drain=section.drain,
-            perf=profile.perf,
-            batched_tokens=profile.flags.max_num_batched_tokens,
-            versions=section.versions or (),
-            quirks=_quirks(profile.quirks, section),
-        )
 
     # -------------------------------------------------------------- boxes
 
@@ -446,10 +324,10 @@ class Settings:
             tls = self.tls(name)
             own = replace(tls, ca_file=None)
             for key, one in (("ca_file", replace(tls, cert_file=None, key_file=None)), ("cert_file", own)):
-                if fault := _tls_fault(one):
+                if fault := tls_fault(one):
                     yield self.problem(("backends", name, "tls", key), fault)
         if self.store is not None:
-            for fault in _store_faults(self.store.url):
+            for fault in store_faults(self.store.url):
                 yield self.problem(("store", "url"), fault)
         if self.jobs_folder is not None and self.jobs is not None and _is_homeless(self.jobs.data_dir):
             yield self.problem(
@@ -551,218 +429,9 @@ def _headers(secret: SecretRef | None, environ: Mapping[str, str]) -> Mapping[st
     return headers
 
 
-def _no_password() -> str:
-    """Refuse an encrypted key: by default, OpenSSL would ask for its password on the terminal."""
-    raise ValueError("its key is encrypted: decrypt it, for example with `openssl pkey`")
-
-
-def _tls_fault(tls: BackendTls) -> str:
-    """Return what is wrong with the files of TLS settings; "" if they are usable or do not all exist."""
-    if not tls.files or not all(file.is_file() for file in tls.files):
-        return ""
-    try:
-        tls.context()
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _store_faults(url: str) -> Iterator[str]:
-    """Yield what is wrong with the TLS files in the options of a store's URL."""
-    parts = urlsplit(url)
-    options = dict(parse_qsl(parts.query)) if parts.scheme == "rediss" else {}
-    files = {
-        option: Path(options[option])
-        for option in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-        if option in options
-    }
-    for option, file in files.items():
-        if not file.is_file():
-            yield f"{option}: there is no file {file.absolute()}"
-    own = BackendTls(None, True, files.get("ssl_certfile"), files.get("ssl_keyfile"))
-    for tls in (BackendTls(files.get("ssl_ca_certs"), True), own):
-        if "ssl_password" not in options and (fault := _tls_fault(tls)):
-            yield fault
-
-
 def _read_all(secret: SecretRef, environ: Mapping[str, str]) -> tuple[bytes, ...]:
     """Parse a secret with one or several keys. Raises SecretMissing or ValueError."""
     return tuple(read_secret(one) for one in secret.read(environ).split())
-
-
-def _capacity(base: Capacity, section: BackendSection) -> Capacity:
-    limits = section.limits
-    return _shared(
-        Capacity(
-            context_tokens=limits.context_tokens or base.context_tokens,
-            knee=base.knee if limits.knee_seqs is None else curve(limits.knee_seqs),
-            kv=base.kv,
-            kv_blocks=limits.kv_blocks if "kv_blocks" in limits.model_fields_set else base.kv_blocks,
-            kv_budget=limits.kv_budget or base.kv_budget,
-        )
-    )
-
-
-@lru_cache(maxsize=256)
-def _shared(capacity: Capacity) -> Capacity:
-    """Intern equal capacities, because a request's claims are computed once per capacity."""
-    return capacity
-
-
-def _modalities(base: Modalities, section: BackendSection) -> Modalities:
-    own = section.modalities
-    given = own.model_fields_set
-    return Modalities(
-        images_max=own.images_max if "images_max" in given else base.images_max,
-        audios_max=own.audios_max if "audios_max" in given else base.audios_max,
-    )
-
-
-def _quirks(base: tuple[str, ...], section: BackendSection) -> tuple[str, ...]:
-    own = section.quirks
-    return tuple(dict.fromkeys(name for name in (*base, *own.add) if name not in own.remove))
-
-
-def _model(name: str, section: ModelSection) -> ModelPolicy:
-    return ModelPolicy(
-        id=name,
-        classes=tuple(_class(one) for one in section.classes),
-        aliases=section.aliases,
-        reasoning_aliases=section.reasoning_aliases,
-        template=TemplateCosts(
-            image=section.prompt.image_tokens,
-            audio=section.prompt.audio_tokens,
-            empty_thought=section.prompt.empty_thought_tokens,
-        ),
-    )
-
-
-def _class(section: ClassSection) -> TrafficClass:
-    return TrafficClass(
-        name=section.name,
-        pools=section.pools,
-        when=_when(section.when),
-        output_reserve_tokens=section.output_reserve_tokens,
-        priority=section.priority,
-        waiting=_waiting(section),
-        queue=None if section.queue is None else OnDisconnect(section.queue.on_disconnect),
-    )
-
-
-class _Kind(Enum):
-    """The purpose of a class, for its defaults."""
-
-    CHAT = "chat"
-    DOCUMENT = "document"
-    REASONING = "reasoning"
-
-
-DOCUMENT_TOKENS = 8_000
-"""A class only for prompts of at least this length is for documents: minutes of waiting are normal for it. A
-choice: the longest chat in docs/routing.md#what-it-is-worth."""
-
-_WAITS = {
-    _Kind.CHAT: Waiting(),
-    _Kind.DOCUMENT: Waiting(max_wait_s=900.0, ttft_target_s=60.0, prefill_weight=1.0),
-    _Kind.REASONING: Waiting(max_wait_s=600.0, ttft_target_s=600.0, prefill_weight=1.0),
-}
-"""Default waits by the purpose of a class. Documents and reasoning: the targets, and when callers leave, of
-docs/routing.md#what-it-is-worth; the reasons for the weights are in docs/routing.md#the-queue."""
-
-CHAT_PREFILL_S = 0.6
-"""Default of `gates.prefill_s` for chat pools, in seconds. A choice: with the wait for a slot
-(`Waiting.max_wait_s`), it stays within the target of 2 s."""
-
-_STEP_S = 1e-6
-"""The shortest step of an engine with which speeds and waits can be calculated. A choice: a
-thousandth of any real one."""
-
-
-def _kind(section: ClassSection) -> _Kind:
-    if section.when.reasoning:
-        return _Kind.REASONING
-    bounds = section.when.prompt_tokens or ()
-    least = max((b.value for b in bounds if b.op in (Comparison.GE, Comparison.GT, Comparison.EQ)), default=0)
-    return _Kind.DOCUMENT if least >= DOCUMENT_TOKENS else _Kind.CHAT
-
-
-def _waiting(section: ClassSection) -> Waiting:
-    default = _WAITS[_kind(section)]
-    return replace(default, **(_given(section.waiting) | {"when_late": WhenLate(section.waiting.when_late)}))
-
-
-def findings(document: Document) -> Iterator[Finding]:
-    """Yield values that contradict each other once defaults are known."""
-    for name, own in document.profiles.items():
-        if own.extends in profiles.names() and resolve(document.profiles, name).perf.lone_step_s() < _STEP_S:
-            message = "with these figures a step of its engine takes no time; set `t_fixed` or `t_mem`"
-            yield Finding(("profiles", name, "perf"), message)
-    for name, backend in document.backends.items():
-        if backend.tls.key_file is not None and backend.tls.cert_file is None:
-            yield Finding(("backends", name, "tls", "key_file"), "there is no cert_file that it belongs to")
-    for model, policy in document.models.items():
-        for index, section in enumerate(policy.classes):
-            waiting = _waiting(section)
-            if waiting.demoted_wait_s is not None and waiting.demoted_wait_s < waiting.max_wait_s:
-                message = (
-                    f"this is the total wait, so it cannot be below max_wait_s, {waiting.max_wait_s:g} here"
-                )
-                yield Finding(("models", model, "classes", index, "waiting", "demoted_wait_s"), message)
-            if section.queue is not None and document.jobs is None:
-                message = "its chats would become jobs, which are off: add `jobs: {}`"
-                yield Finding(("models", model, "classes", index, "queue"), message, at_key=True)
-
-
-def _chat_pools(document: Document) -> frozenset[str]:
-    """Return the pools for chat only: long prompts would block it there, and have another pool."""
-    first = _first_pools(document)
-    documents = first[_Kind.DOCUMENT]
-    return frozenset(first[_Kind.CHAT] - documents) if documents else frozenset()
-
-
-def _first_pools(document: Document) -> dict[_Kind, set[str]]:
-    """Return the pools that are the first choice of each kind of class."""
-    first: dict[_Kind, set[str]] = {kind: set() for kind in _Kind}
-    for model in document.models.values():
-        for one in model.classes:
-            first[_kind(one)].add(one.pools[0])
-    return first
-
-
-def _gates(section: GatesSection, *, is_chat: bool) -> Gates:
-    default = Gates(long_prefills=0, prefill_s=CHAT_PREFILL_S) if is_chat else Gates()
-    return replace(default, **_given(section))
-
-
-def _shared_pools(document: Document) -> frozenset[str]:
-    """Return the pools of classes whose callers wait for their answers, so that jobs leave room there."""
-    classes = [one for model in document.models.values() for one in model.classes]
-    return frozenset(pool for one in classes if one.queue is None for pool in one.pools)
-
-
-def _job_room(section: JobRoomSection, *, is_shared: bool) -> JobRoom:
-    default = JobRoom() if is_shared else JobRoom(reserve=0.0, prefill_s=None)
-    return replace(default, **_given(section))
-
-
-def _given(section: Section) -> dict[str, Any]:
-    """Return the values of a section that are set, by key."""
-    return {key: value for key, value in section.model_dump().items() if value is not None}
-
-
-def _when(section: WhenSection) -> When:
-    return When(
-        prompt_tokens=section.prompt_tokens or (),
-        total_tokens=section.total_tokens or (),
-        max_tokens=section.max_tokens or (),
-        images=section.images or (),
-        audios=section.audio or (),
-        tools=section.tools or (),
-        reasoning=section.reasoning,
-        stream=section.stream,
-        keys=section.key or (),
-        headers=tuple((name.lower(), values) for name, values in section.header.items()),
-    )
 
 
 def _summary(document: Document) -> Iterator[str]:

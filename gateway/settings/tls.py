@@ -1,0 +1,88 @@
+"""TLS to backends and stores, from the files that the configuration names."""
+
+import ssl
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
+
+
+@dataclass(frozen=True, slots=True)
+class BackendTls:
+    """TLS to a backend.
+
+    Attributes:
+        ca_file: Authorities that its certificate is verified against; None: the system's.
+        verify: Whether it is verified at all.
+        cert_file, key_file: The gateway's own certificate and its key; None: it has none, or the key is in
+            `cert_file`.
+    """
+
+    ca_file: Path | None
+    verify: bool
+    cert_file: Path | None = None
+    key_file: Path | None = None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that `context` reads."""
+        authorities = self.ca_file if self.verify else None
+        return tuple(file for file in (authorities, self.cert_file, self.key_file) if file is not None)
+
+    def context(self) -> ssl.SSLContext:
+        """Return a context with these settings.
+
+        Raises:
+            ValueError: a file is missing or unusable. The message names it.
+        """
+        authorities = self.ca_file if self.verify else None
+        try:
+            context = ssl.create_default_context(cafile=None if authorities is None else str(authorities))
+        except (OSError, ssl.SSLError) as error:
+            raise ValueError(f"{authorities} holds no certificates: {error}") from error
+        if not self.verify:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        if self.cert_file is not None:
+            try:
+                context.load_cert_chain(self.cert_file, self.key_file, password=_no_password)
+            except (OSError, ssl.SSLError) as error:
+                where = f"{self.cert_file} with {self.key_file}" if self.key_file else str(self.cert_file)
+                raise ValueError(f"{where} is no certificate with its key: {error}") from error
+            except ValueError as error:  # from `_no_password`
+                raise ValueError(f"{self.key_file or self.cert_file}: {error}") from error
+        return context
+
+
+def _no_password() -> str:
+    """Refuse an encrypted key: by default, OpenSSL would ask for its password on the terminal."""
+    raise ValueError("its key is encrypted: decrypt it, for example with `openssl pkey`")
+
+
+def tls_fault(tls: BackendTls) -> str:
+    """Return what is wrong with the files of TLS settings; "" if they are usable or do not all exist."""
+    if not tls.files or not all(file.is_file() for file in tls.files):
+        return ""
+    try:
+        tls.context()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def store_faults(url: str) -> Iterator[str]:
+    """Yield what is wrong with the TLS files in the options of a store's URL."""
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query)) if parts.scheme == "rediss" else {}
+    files = {
+        option: Path(options[option])
+        for option in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+        if option in options
+    }
+    for option, file in files.items():
+        if not file.is_file():
+            yield f"{option}: there is no file {file.absolute()}"
+    own = BackendTls(None, True, files.get("ssl_certfile"), files.get("ssl_keyfile"))
+    for tls in (BackendTls(files.get("ssl_ca_certs"), True), own):
+        if "ssl_password" not in options and (fault := tls_fault(tls)):
+            yield fault
