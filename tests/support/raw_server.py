@@ -36,6 +36,15 @@ Answer = Callable[[SocketStream, int], Awaitable[None]]
 """Gets the connection and the number of the request on the server, from 0."""
 
 
+def always(data: bytes) -> Answer:
+    """Return what answers every request with these bytes."""
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(data)
+
+    return answer
+
+
 @asynccontextmanager
 async def raw_server(answer: Answer) -> AsyncIterator[RawServer]:
     """Serve on a free port of 127.0.0.1 while the block runs."""

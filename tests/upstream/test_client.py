@@ -27,7 +27,16 @@ from support.certificates import self_signed
 from support.httpx_upstream import HttpxUpstream
 from support.kernel import keepalive_s, vanish
 from support.loops import on_both_loops
-from support.raw_server import LAST_CHUNK, STREAM_HEAD, Answer, RawServer, answer_of, chunk, raw_server
+from support.raw_server import (
+    LAST_CHUNK,
+    STREAM_HEAD,
+    Answer,
+    RawServer,
+    always,
+    answer_of,
+    chunk,
+    raw_server,
+)
 
 from gateway.core.errors import (
     UpstreamError,
@@ -95,9 +104,7 @@ async def whole(response: UpstreamResponse) -> bytes:
 
 
 async def test_it_sends_the_body_and_only_the_headers_it_is_given() -> None:
-    async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(answer_of(b"{}"))
-
+    answer = always(answer_of(b"{}"))
     async with raw_server(answer) as server, client_of(server.url, b="secret") as (upstream, target):
         async with upstream.open(target, Timeouts()) as response:
             assert response.status == 200
@@ -125,9 +132,7 @@ async def test_it_sends_the_body_and_only_the_headers_it_is_given() -> None:
 
 
 async def test_a_key_with_a_line_break_is_never_sent() -> None:
-    async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(answer_of(b"{}"))
-
+    answer = always(answer_of(b"{}"))
     async with raw_server(answer) as server, client_of(server.url, b="secret\nx: y") as (upstream, target):
         with pytest.raises(UpstreamError) as caught:
             async with upstream.open(target, Timeouts()):
@@ -200,10 +205,7 @@ async def test_every_chunk_is_handed_on_as_it_comes() -> None:
 
 
 async def test_a_finished_connection_is_used_again() -> None:
-    async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(answer_of(b"{}"))
-
-    async with serving(answer) as (server, upstream, target):
+    async with serving(always(answer_of(b"{}"))) as (server, upstream, target):
         for _ in range(3):
             async with upstream.open(target, Timeouts()) as response:
                 await whole(response)
@@ -215,10 +217,7 @@ async def test_a_connection_that_was_idle_too_long_is_not_used_again(monkeypatch
     assert backend_clients.KEEPALIVE_S < 5.0  # when vLLM closes it
     monkeypatch.setattr(backend_clients, "KEEPALIVE_S", 0.0)
 
-    async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(answer_of(b"{}"))
-
-    async with serving(answer) as (server, upstream, target):
+    async with serving(always(answer_of(b"{}"))) as (server, upstream, target):
         for _ in range(3):
             async with upstream.open(target, Timeouts()) as response:
                 await whole(response)
@@ -231,10 +230,7 @@ async def test_a_connection_that_was_idle_too_long_is_closed(
 ) -> None:
     monkeypatch.setattr(backend_clients, "KEEPALIVE_S", 0.1)
 
-    async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(answer_of(b"{}"))
-
-    async with serving(answer) as (server, upstream, target):
+    async with serving(always(answer_of(b"{}"))) as (server, upstream, target):
         async with upstream.open(target, Timeouts()) as response:
             await whole(response)
         with anyio.fail_after(10):
@@ -276,10 +272,7 @@ async def test_any_number_of_connections_may_have_been_idle_too_long(
 
 
 async def test_leaving_early_closes_the_connection() -> None:
-    async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(STREAM_HEAD + chunk(b"data: 1\n\n"))
-
-    async with serving(answer) as (server, upstream, target):
+    async with serving(always(STREAM_HEAD + chunk(b"data: 1\n\n"))) as (server, upstream, target):
         async with upstream.open(target, Timeouts()) as response:
             await response.read()
         with anyio.fail_after(5):
@@ -373,10 +366,7 @@ async def test_a_request_that_was_read_is_not_sent_twice() -> None:
 
 
 async def test_what_is_not_http_is_a_failure_and_not_tried_again() -> None:
-    async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(b"\x00\x01 nonsense\r\n\r\n")
-
-    async with serving(answer) as (server, upstream, target):
+    async with serving(always(b"\x00\x01 nonsense\r\n\r\n")) as (server, upstream, target):
         with pytest.raises(UpstreamFailed):
             async with upstream.open(target, Timeouts()):
                 pass
@@ -386,9 +376,7 @@ async def test_what_is_not_http_is_a_failure_and_not_tried_again() -> None:
 
 @pytest.mark.usefixtures("only_direct")
 async def test_an_upgrade_that_nobody_asked_for_is_a_failure(caplog: pytest.LogCaptureFixture) -> None:
-    async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n")
-
+    answer = always(b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n")
     async with serving(answer) as (_, upstream, target):
         with pytest.raises(UpstreamFailed, match="is not HTTP"):
             async with upstream.open(target, Timeouts()):
@@ -434,10 +422,7 @@ async def test_a_connection_is_kept_up_to_an_age(
     """Kept for as long as it is in use, it would stay with an address that the host's name has no more."""
     monkeypatch.setattr(backend_clients, "AGE_S", age_s)
 
-    async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(answer_of(b"{}"))
-
-    async with serving(answer) as (server, upstream, target):
+    async with serving(always(answer_of(b"{}"))) as (server, upstream, target):
         for _ in range(2):
             async with upstream.open(target, Timeouts()) as response:
                 assert await whole(response) == b"{}"
@@ -446,9 +431,7 @@ async def test_a_connection_is_kept_up_to_an_age(
 
 
 async def test_a_redirect_is_not_followed() -> None:
-    async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(answer_of(b"", "307 Temporary Redirect", "location: http://127.0.0.1:1/\r\n"))
-
+    answer = always(answer_of(b"", "307 Temporary Redirect", "location: http://127.0.0.1:1/\r\n"))
     async with serving(answer) as (server, upstream, target):
         async with upstream.open(target, Timeouts()) as response:
             assert response.status == 307
@@ -467,9 +450,7 @@ async def test_a_redirect_is_not_followed() -> None:
     ],
 )
 async def test_a_backend_that_compresses_is_said_to(status: str, encoding: str, fails: bool) -> None:
-    async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(answer_of(b"{}", status, f"Content-Encoding: {encoding}\r\n"))
-
+    answer = always(answer_of(b"{}", status, f"Content-Encoding: {encoding}\r\n"))
     async with serving(answer) as (_, upstream, target):
         if fails:
             with pytest.raises(UpstreamFailed, match="compresses"):
@@ -577,9 +558,7 @@ async def test_an_answer_may_end_where_the_connection_does() -> None:
 
 
 async def test_a_connection_that_is_announced_to_close_is_not_used_again() -> None:
-    async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(answer_of(b"{}", headers="connection: close\r\n"))
-
+    answer = always(answer_of(b"{}", headers="connection: close\r\n"))
     async with serving(answer) as (server, upstream, target):
         for _ in range(2):
             async with upstream.open(target, Timeouts()) as response:
@@ -588,9 +567,7 @@ async def test_a_connection_that_is_announced_to_close_is_not_used_again() -> No
 
 
 async def test_an_early_hint_is_no_answer() -> None:
-    async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(b"HTTP/1.1 103 Early Hints\r\nlink: a\r\n\r\n" + answer_of(b"{}"))
-
+    answer = always(b"HTTP/1.1 103 Early Hints\r\nlink: a\r\n\r\n" + answer_of(b"{}"))
     async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
         assert response.status == 200
         assert await whole(response) == b"{}"
@@ -917,13 +894,10 @@ async def test_a_way_that_is_configured_no_more_is_run_to_its_end() -> None:
 
 
 async def test_a_way_that_is_configured_no_more_is_closed_however_its_last_call_ends() -> None:
-    async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(STREAM_HEAD + chunk(b"data: 1\n\n"))
-
     class Left(Exception):
         pass
 
-    async with serving(answer) as (_, upstream, target):
+    async with serving(always(STREAM_HEAD + chunk(b"data: 1\n\n"))) as (_, upstream, target):
         assert isinstance(upstream, HttpxUpstream | DirectUpstream)
         with pytest.raises(Left):
             async with upstream.open(target, Timeouts()) as response:
@@ -948,10 +922,7 @@ async def test_so_is_one_whose_call_has_failed() -> None:
 
 
 async def test_a_header_with_a_line_break_never_leaves() -> None:
-    async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(answer_of(b"{}"))
-
-    async with serving(answer) as (server, upstream, target):
+    async with serving(always(answer_of(b"{}"))) as (server, upstream, target):
         with pytest.raises(Exception):  # noqa: B017 - each client has its own
             async with upstream.open(replace(target, headers=((b"a", b"b\r\nc: d"),)), Timeouts()):
                 pass
@@ -1131,10 +1102,7 @@ async def test_chunks_arrive_whole_however_they_are_cut(sent: bytes) -> None:
     all_cuts += [[start, end] for start in starts[1:] for end in starts if start < end]
     all_cuts += [[start, start + 1, end] for start in starts[1:] for end in starts if start + 1 < end]
 
-    async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(STREAM_HEAD)
-
-    async with serving(answer) as (server, upstream, target):
+    async with serving(always(STREAM_HEAD)) as (server, upstream, target):
         for cuts in all_cuts:
             sink = Chunks(not_whole=b"7")
             async with upstream.open(target, Timeouts()) as response:
@@ -1203,11 +1171,8 @@ async def test_what_a_sink_of_chunks_raises_is_raised() -> None:
 
 @pytest.mark.usefixtures("only_direct")
 async def test_an_answer_that_is_held_hands_over_no_chunk() -> None:
-    async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(STREAM_HEAD)
-
     sink = Chunks(not_whole=b"0")
-    async with serving(answer) as (_, upstream, target):
+    async with serving(always(STREAM_HEAD)) as (_, upstream, target):
         async with upstream.open(target, Timeouts()) as response, anyio.create_task_group() as tasks:
             assert isinstance(response, asyncio.Protocol)
             sink.hold_once(response)
@@ -1222,10 +1187,8 @@ async def test_an_answer_that_is_held_hands_over_no_chunk() -> None:
 
 
 async def test_an_answer_without_a_body_pours_nothing() -> None:
-    async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(answer_of(b""))
-
     sink = Sink()
+    answer = always(answer_of(b""))
     async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
         await response.stream_to(sink.take)
     assert sink.calls == 0
@@ -1410,11 +1373,8 @@ async def test_nothing_is_poured_while_it_is_held_and_the_backend_waits() -> Non
 
 
 async def test_leaving_while_it_is_held_closes_the_connection() -> None:
-    async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(STREAM_HEAD + chunk(b"data: 1\n\n"))
-
     sink = Sink()
-    async with serving(answer) as (server, upstream, target):
+    async with serving(always(STREAM_HEAD + chunk(b"data: 1\n\n"))) as (server, upstream, target):
         async with upstream.open(target, Timeouts()) as response, anyio.create_task_group() as tasks:
             sink.hold_once(response)
             tasks.start_soon(response.stream_to, sink.take)

@@ -14,7 +14,7 @@ from anyio.abc import ByteStream, SocketAttribute, SocketStream
 from anyio.streams.tls import TLSStream
 from openai import OpenAI
 from support.certificates import self_signed
-from support.raw_server import STREAM_HEAD, answer_of, chunk, raw_server
+from support.raw_server import STREAM_HEAD, always, answer_of, chunk, raw_server
 
 from gateway.clock import SystemClock
 from gateway.core.webhooks import (
@@ -64,10 +64,7 @@ def head_of(received: bytes) -> tuple[str, dict[str, str]]:
 
 
 def answering(status: str, headers: str = "") -> Any:
-    async def answer(stream: SocketStream, _: int) -> None:
-        await stream.send(answer_of(b"private words", status, headers))
-
-    return answer
+    return always(answer_of(b"private words", status, headers))
 
 
 # ------------------------------------------------------------------ what is sent, and what it means
