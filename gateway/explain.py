@@ -128,9 +128,9 @@ def _waited_for(found: Mapping[str, Any]) -> list[str]:
 _SCORES = {"spare knee": "spare_knee", "speed": "speed", "affinity": "prefix_affinity"}
 
 
-def show(found: Mapping[str, Any], console: Console | None = None) -> None:
+def show(found: Mapping[str, Any]) -> None:
     """Print an explanation, given as JSON, for people."""
-    console = console or Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
     decision = found["decision"]
     estimate, demand = decision["estimate"], decision["demand"]
     console.print(

@@ -13,16 +13,17 @@ from gateway.profiles import library
 KV = library.load("h100-tp1-light").capacity.kv
 POOL = Capacity(32_768, (KneeStep(None, 64),), kv=KV, kv_blocks=1_000)
 B = Backend("b", "http://b", POOL, batched_tokens=0)  # no chunks
+OURS = 10
 
 
 def watched(
-    differences: Sequence[int], *, every_s: float = 1.0, ours: int = 10, tracker: CountTracker | None = None
+    differences: Sequence[int], *, every_s: float = 1.0, tracker: CountTracker | None = None
 ) -> CountDrift:
     """Return the drift after samples whose engine has so many sequences more than are counted."""
     tracker = tracker or CountTracker()
     for number, difference in enumerate(differences):
-        engine = EngineSample(at=100 + number * every_s, running=ours + difference - 1, waiting=1)
-        tracker.observe(engine, Load(seqs=ours), B)
+        engine = EngineSample(at=100 + number * every_s, running=OURS + difference - 1, waiting=1)
+        tracker.observe(engine, Load(seqs=OURS), B)
     return tracker.drift("b")
 
 

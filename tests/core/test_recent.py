@@ -29,9 +29,7 @@ DECISION = Decision(
 )
 
 
-def record(
-    ended_at: float, *, ttft_s: float | None = 0.5, tokens: int = 11, **fields: object
-) -> RequestRecord:
+def record(ended_at: float, *, ttft_s: float | None = 0.5, **fields: object) -> RequestRecord:
     """Return a stream on `light` that took a second after its first token."""
     received_at = ended_at - 1.0 - (ttft_s or 0.0)
     found = RequestRecord(
@@ -49,7 +47,7 @@ def record(
         decision=DECISION,
         backend="light",
         pool="light",
-        usage=Usage(10, tokens),
+        usage=Usage(10, 11),
     )
     return replace(found, **fields)  # type: ignore[arg-type]
 

@@ -84,10 +84,10 @@ def served(at: Site) -> int:
     return sum(len(record.attempts) for record in at.gateway.journal.recent())
 
 
-async def free_again(at: Site, body: dict[str, Any] = CHAT) -> httpx.Response:
+async def free_again(at: Site) -> httpx.Response:
     """Return the answer to a repeat as soon as it is not told to wait."""
     with anyio.fail_after(20):
-        while (answer := await post(at, "/v1/chat/completions", body)).status_code == 409:
+        while (answer := await post(at, "/v1/chat/completions", CHAT)).status_code == 409:
             pass
     return answer
 

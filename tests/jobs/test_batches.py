@@ -136,10 +136,10 @@ async def ended(world: BatchWorld, id: str = "batch_1") -> Batch:
     return await until(world, lambda batch: batch.status.is_final, id)
 
 
-async def make(world: BatchWorld, content: bytes, id: str = "batch_1", key: str = "alice") -> Batch:
+async def make(world: BatchWorld, content: bytes, id: str = "batch_1") -> Batch:
     batches = world.open()
-    await world.upload(content, f"file-{id}", key)
-    made = await batches.create(Batch(id, key, CHAT, f"file-{id}", 0))
+    await world.upload(content, f"file-{id}")
+    made = await batches.create(Batch(id, "alice", CHAT, f"file-{id}", 0))
     assert isinstance(made, Batch)
     return made
 

@@ -32,10 +32,10 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.pipeline.caller.KEEP_ALIVE_S", 0.01)
 
 
-async def commented(caller: Caller, times: int = 3) -> None:
-    """Return once the caller has got so many comments."""
+async def commented(caller: Caller) -> None:
+    """Return once the caller has got a few comments."""
     with anyio.fail_after(10):
-        while caller.parts.count(COMMENT) < times:
+        while caller.parts.count(COMMENT) < 3:
             await anyio.lowlevel.checkpoint()
 
 

@@ -60,8 +60,8 @@ class Gateway:
     def state(self, backend: str) -> State:
         return self.fleet.statuses()[backend].state
 
-    def wait(self, name: str, key: str, seqs: int = 1) -> None:
-        demand = Demand(seqs=seqs, prompt_tokens=100, total_tokens=1_000)
+    def wait(self, name: str, key: str) -> None:
+        demand = Demand(seqs=1, prompt_tokens=100, total_tokens=1_000)
         self.line.enter(Ticket(name, MODEL.id, POLICY, CHAT, demand, key, arrived_at=10.0), 10.0)
 
     def ratio(self) -> float:

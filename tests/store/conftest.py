@@ -44,17 +44,17 @@ class Store:
     def key(self, backend: str, name: str) -> str:
         return f"{{{self.prefix}:{backend}}}:{name}"
 
-    async def sums(self, backend: str = "b", owner: str | None = None) -> Load:
+    async def sums(self, owner: str | None = None) -> Load:
         """Return what counts against the limits, of one owner or of all: what is kept for them."""
         total = Load()
-        for name, account in (await self.accounts(backend)).items():
+        for name, account in (await self.accounts()).items():
             total += account.kept if owner in (None, name) else Load()
         return total
 
-    async def added(self, backend: str = "b") -> Load:
+    async def added(self) -> Load:
         """Return what all of them said that they use."""
         total = Load()
-        for account in (await self.accounts(backend)).values():
+        for account in (await self.accounts()).values():
             total += account.used
         return total
 

@@ -1,7 +1,7 @@
 """Deliveries in a real store: handed on once, claimed by one at a time, never lost."""
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
@@ -41,10 +41,10 @@ class Deliveries:
         for subject in subjects:
             await self.webhooks.announce("response.completed", subject, key)
 
-    async def handed_on(self, *subjects: str, to: Sequence[WebhookEndpoint] = (OPS,)) -> None:
+    async def handed_on(self, *subjects: str) -> None:
         await self.announced(*subjects)
         for event in await self.webhooks.events(100):
-            await self.webhooks.create_deliveries(event, to)
+            await self.webhooks.create_deliveries(event, (OPS,))
 
     async def claimed(self, endpoint: str = "ops", most: int = 100) -> list[Delivery]:
         return list(await self.webhooks.claim({endpoint: most}))

@@ -48,13 +48,11 @@ class BatchWorld:
     def key(self, *names: str) -> str:
         return ":".join((f"{{{self.prefix}:jobs}}", *names))
 
-    async def upload(
-        self, content: bytes, id: str = "file-1", key: str | None = "alice", keep_s: float = LONG_S
-    ) -> StoredFile:
+    async def upload(self, content: bytes, id: str = "file-1", key: str | None = "alice") -> StoredFile:
         file = NewFile(id, key, "in.jsonl")
         for at in range(0, max(1, len(content)), PIECE_BYTES):
             assert await self.files.write(file, at, content[at : at + PIECE_BYTES], BYTES_MAX) is None
-        return await self.files.close(file, keep_s)
+        return await self.files.close(file, LONG_S)
 
     async def read(self, id: str) -> bytes:
         """Return all of a file."""

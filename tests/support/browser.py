@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-from base64 import b64decode
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -177,11 +176,6 @@ found ? done(found) : requestAnimationFrame(look); }}; look(); }})"
         for kind in ("mousePressed", "mouseReleased"):
             at = {"x": place[0], "y": place[1], "button": "left", "clickCount": 1}
             await self.command("Input.dispatchMouseEvent", type=kind, **at)
-
-    async def picture(self, path: Path, *, whole: bool = False) -> None:
-        """Write what is seen as a PNG; `whole`: the page to its end."""
-        found = await self.command("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        await anyio.Path(path).write_bytes(b64decode(found["data"]))
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from gateway.clock import SystemClock
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.health import BackendStatus, State
-from gateway.core.values import Backend, ModelPolicy, Policy, Pool, Timeouts, TrafficClass, Waiting
+from gateway.core.values import Backend, ModelPolicy, Policy, Pool, TrafficClass, Waiting
 from gateway.core.waiting import WaitingLine
 from gateway.downstream.idempotency import IdempotencyRules
 from gateway.downstream.keys import KeyRing
@@ -136,7 +136,6 @@ async def front(
     *,
     limits: BodyLimits = BodyLimits(),  # noqa: B008 - frozen
     waiting: Waiting = Waiting(),  # noqa: B008 - frozen
-    timeouts: Timeouts = Timeouts(),  # noqa: B008 - frozen
     estimates: Estimates | None = None,
     origins: Sequence[str] = (),
 ) -> AsyncIterator[Front]:
@@ -150,7 +149,7 @@ async def front(
     async with raw_server(answer) as backend:
         policy = Policy(
             models=(ModelPolicy(id="gemma-4", classes=(TrafficClass("chat", ("light",), waiting=waiting),)),),
-            pools={"light": Pool("light", ("b",), timeouts)},
+            pools={"light": Pool("light", ("b",))},
             backends={"b": Backend("b", backend.url, LIGHT)},
         )
         upstream = DirectUpstream(policy.backends.values(), secrets={}, tls={})

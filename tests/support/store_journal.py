@@ -60,10 +60,10 @@ class JobHistory:
             self.faults.append(f"chunk {entry.decode()} comes as number {self.chunks}")
 
 
-def job_histories(folder: Path, tag: str = "{gw:jobs}") -> dict[str, JobHistory]:
+def job_histories(folder: Path) -> dict[str, JobHistory]:
     """Return the history of every job that the server which keeps its data in `folder` ever had, by id."""
     histories: dict[str, JobHistory] = {}
-    jobs, chunks = f"{tag}:job:".encode(), f"{tag}:chunks:".encode()
+    jobs, chunks = b"{gw:jobs}:job:", b"{gw:jobs}:chunks:"
     for name, *arguments in commands(folder):
         key = arguments[0] if arguments else b""
         if name.upper() == b"HSET" and key.startswith(jobs):
