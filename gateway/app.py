@@ -61,7 +61,7 @@ from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
 from gateway.store.process_name import process_name
 from gateway.tasks import tasks_beside
-from gateway.telemetry import logs
+from gateway.telemetry import gauges, logs
 from gateway.telemetry.journal import Journal
 from gateway.telemetry.logs import RequestLog
 from gateway.telemetry.loop_watch import LoopWatch
@@ -161,7 +161,9 @@ class Gateway:
             on_change=lambda: self.pipeline.room.look(),
             on_swap=lambda box_id, swap: self.metrics.box_swapped(box_id, swap),
         )
-        self.metrics = Metrics(
+        self.metrics = Metrics()
+        gauges.register(
+            self.metrics.registry,
             backends=lambda: self.policy.backends,
             loads=self.ledger.loads,
             statuses=self.fleet.statuses,
@@ -182,7 +184,7 @@ class Gateway:
             store_modes=lambda: self._store.modes() if self._store else {},
         )
         self.metrics.boxes_known({name: box.backends for name, box in settings.boxes.items()})
-        self.metrics.config_in_force(self.policy.version, self.clock.wall())
+        self.metrics.config_in_force(self.policy.version, self.policy.backends, self.clock.wall())
         self.loop_watch = LoopWatch(self.metrics.registry, self.clock)
         self.open_files = OpenFiles()
         self.webhooks = parts.webhooks(settings, environ, self.clock, self.metrics)
@@ -356,7 +358,7 @@ class Gateway:
         )
         self._switch.update(secrets=secrets, tls=tls)
         self.pipeline.policy_changed()
-        self.metrics.config_in_force(policy.version, self.clock.wall())
+        self.metrics.config_in_force(policy.version, policy.backends, self.clock.wall())
         await self.upstream.close_retired()
 
     def _reloaded(self, found: Reload) -> None:

@@ -17,6 +17,7 @@ from gateway.core.usage import Ending
 from gateway.core.values import Exclusion
 from gateway.core.waiting import Reason
 from gateway.downstream import config_routes, console_routes, explain_routes, guard, routes
+from gateway.telemetry import gauges
 from gateway.telemetry.job_metrics import JobMetrics
 from gateway.telemetry.loop_watch import LoopWatch
 from gateway.telemetry.metrics import Metrics
@@ -87,7 +88,8 @@ def all_metrics() -> CollectorRegistry:
         "boxes",
         "store_modes",
     )
-    metrics = Metrics(replicas=int, dropped_lines=int, **dict.fromkeys(nothing, dict))
+    metrics = Metrics()
+    gauges.register(metrics.registry, replicas=int, dropped_lines=int, **dict.fromkeys(nothing, dict))
     JobMetrics(metrics.registry, lanes=tuple, snapshot=lambda: None, now=float)
     LoopWatch(metrics.registry, SystemClock())
     return metrics.registry

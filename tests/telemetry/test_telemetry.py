@@ -33,7 +33,7 @@ from gateway.core.values import (
     Ranking,
 )
 from gateway.core.webhooks import Delivery, WebhookAttempt, WebhookOutcome, failed, judge
-from gateway.telemetry import logs
+from gateway.telemetry import gauges, logs
 from gateway.telemetry.journal import Journal, is_notable
 from gateway.telemetry.logs import RequestLog
 from gateway.telemetry.metrics import DURATION_BUCKETS_S, NOTED_MAX, TTFT_BUCKETS_S, Metrics
@@ -83,7 +83,9 @@ def metrics(**fields: object) -> Metrics:
         *("oldest_waits_s", "wait_limits_s", "wants", "boxes"),
     )
     sources = {"backends": lambda: BACKENDS, "replicas": lambda: 1, "dropped_lines": int}
-    return Metrics(**{**sources, **dict.fromkeys(nothing, dict), **fields})  # type: ignore[arg-type]
+    subject = Metrics()
+    gauges.register(subject.registry, **{**sources, **dict.fromkeys(nothing, dict), **fields})  # type: ignore[arg-type]
+    return subject
 
 
 def value(subject: Metrics, name: str, **labels: str) -> float | None:
@@ -289,10 +291,10 @@ def test_gauges_are_read_when_asked_for() -> None:
 
 def test_what_no_backend_has_done_yet_is_counted_as_none() -> None:
     backends = dict(BACKENDS)
-    subject = metrics(backends=lambda: backends)
-    subject.config_in_force("1", 0.0)
+    subject = metrics()
+    subject.config_in_force("1", backends, 0.0)
     backends["new"] = BACKENDS["push"]
-    subject.config_in_force("2", 1.0)
+    subject.config_in_force("2", backends, 1.0)
 
     for name in ("light-0", "push", "new"):
         assert value(subject, "gateway_backend_restarts_total", backend=name) == 0
