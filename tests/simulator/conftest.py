@@ -18,11 +18,6 @@ from gateway.simulator import Simulator, SimulatorOptions, simulator
 Raw = Callable[[Simulator, bytes], Awaitable[bytes]]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="session")
 def profile() -> Profile:
     light = load("h100-tp1-light")

@@ -1,11 +1,13 @@
 """A server that reads HTTP requests off a real socket and answers with whatever bytes a test says."""
 
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import anyio
 from anyio.abc import Listener, SocketStream, TaskGroup
+from anyio.streams.tls import TLSAttribute, TLSStream
 
 
 @dataclass
@@ -79,6 +81,29 @@ async def raw_server(answer: Answer) -> AsyncIterator[RawServer]:
     async with listener, anyio.create_task_group() as tasks:
         tasks.start_soon(listen, tasks)
         yield server
+        tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def tls_server(context: ssl.SSLContext, data: bytes) -> AsyncIterator[tuple[int, list[object]]]:
+    """Answer `data` by TLS while the block runs; yield the port, and the certificate of each who connects."""
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    seen: list[object] = []
+
+    async def serve(stream: SocketStream) -> None:
+        async with stream:
+            with suppress(ssl.SSLError, anyio.BrokenResourceError, anyio.EndOfStream):
+                tls = await TLSStream.wrap(
+                    stream, server_side=True, ssl_context=context, standard_compatible=False
+                )
+                seen.append(tls.extra(TLSAttribute.peer_certificate))
+                await tls.receive()
+                await tls.send(data)
+                await tls.receive()
+
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, serve)
+        yield listener.extra(anyio.abc.SocketAttribute.local_port), seen
         tasks.cancel_scope.cancel()
 
 

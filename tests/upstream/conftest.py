@@ -12,11 +12,6 @@ import anyio
 import pytest
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class RealClock:
     """`ports.Clock`."""
 

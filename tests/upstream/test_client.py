@@ -21,8 +21,7 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 import pytest
-from anyio.abc import ByteStream, SocketAttribute, SocketStream
-from anyio.streams.tls import TLSAttribute, TLSStream
+from anyio.abc import SocketAttribute, SocketStream
 from support.certificates import self_signed
 from support.httpx_upstream import HttpxUpstream
 from support.kernel import keepalive_s, vanish
@@ -36,6 +35,7 @@ from support.raw_server import (
     answer_of,
     chunk,
     raw_server,
+    tls_server,
 )
 
 from gateway.core.errors import (
@@ -1410,24 +1410,10 @@ async def test_the_certificate_of_a_backend_is_checked(
         "system": True,  # which does not know it
         "none": False,
     }
-    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
-    port = listener.extra(anyio.abc.SocketAttribute.local_port)
-
-    async def serve(stream: ByteStream) -> None:
-        async with stream:
-            with suppress(ssl.SSLError, anyio.BrokenResourceError, anyio.EndOfStream):
-                tls = await TLSStream.wrap(
-                    stream, server_side=True, ssl_context=serving, standard_compatible=False
-                )
-                await tls.receive()
-                await tls.send(answer_of(b"{}"))
-                await tls.receive()
-
-    backend = Backend("b", f"https://localhost:{port}", CAPACITY)
-    upstream = kind([backend], secrets={}, tls={"b": verify[trust]})
-    target = Target(backend, Endpoint.CHAT, (), b"{}")
-    async with listener, anyio.create_task_group() as tasks:
-        tasks.start_soon(listener.serve, serve)
+    async with tls_server(serving, answer_of(b"{}")) as (port, _):
+        backend = Backend("b", f"https://localhost:{port}", CAPACITY)
+        upstream = kind([backend], secrets={}, tls={"b": verify[trust]})
+        target = Target(backend, Endpoint.CHAT, (), b"{}")
         if trust == "system":
             with pytest.raises(UpstreamUnreachable):
                 async with upstream.open(target, Timeouts()):
@@ -1436,7 +1422,6 @@ async def test_the_certificate_of_a_backend_is_checked(
             async with upstream.open(target, Timeouts()) as response:
                 assert await whole(response) == b"{}"
         await upstream.aclose()
-        tasks.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("has_one", [True, False], ids=["with-certificate", "without"])
@@ -1448,28 +1433,12 @@ async def test_a_backend_may_ask_for_a_client_certificate(
     serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(own_cert))
     serving.load_cert_chain(cert, key)
     serving.verify_mode = ssl.CERT_REQUIRED
-    seen: list[object] = []
-    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
-    port = listener.extra(anyio.abc.SocketAttribute.local_port)
-
-    async def serve(stream: ByteStream) -> None:
-        async with stream:
-            with suppress(ssl.SSLError, anyio.BrokenResourceError, anyio.EndOfStream):
-                tls = await TLSStream.wrap(
-                    stream, server_side=True, ssl_context=serving, standard_compatible=False
-                )
-                seen.append(tls.extra(TLSAttribute.peer_certificate))
-                await tls.receive()
-                await tls.send(answer_of(b"{}"))
-                await tls.receive()
-
     own = (own_cert, own_key) if has_one else (None, None)
     context = BackendTls(cert, True, *own).context()
-    backend = Backend("b", f"https://localhost:{port}", CAPACITY)
-    upstream = kind([backend], secrets={}, tls={"b": context})
-    target = Target(backend, Endpoint.CHAT, (), b"{}")
-    async with listener, anyio.create_task_group() as tasks:
-        tasks.start_soon(listener.serve, serve)
+    async with tls_server(serving, answer_of(b"{}")) as (port, seen):
+        backend = Backend("b", f"https://localhost:{port}", CAPACITY)
+        upstream = kind([backend], secrets={}, tls={"b": context})
+        target = Target(backend, Endpoint.CHAT, (), b"{}")
         if has_one:
             async with upstream.open(target, Timeouts()) as response:
                 assert await whole(response) == b"{}"
@@ -1480,4 +1449,3 @@ async def test_a_backend_may_ask_for_a_client_certificate(
                 async with upstream.open(target, Timeouts()):
                     pass
         await upstream.aclose()
-        tasks.cancel_scope.cancel()

@@ -11,10 +11,9 @@ from urllib.parse import urlsplit
 import anyio
 import pytest
 from anyio.abc import ByteStream, SocketAttribute, SocketStream
-from anyio.streams.tls import TLSStream
 from openai import OpenAI
 from support.certificates import self_signed
-from support.raw_server import STREAM_HEAD, always, answer_of, chunk, raw_server
+from support.raw_server import STREAM_HEAD, always, answer_of, chunk, raw_server, tls_server
 
 from gateway.clock import SystemClock
 from gateway.core.webhooks import (
@@ -367,27 +366,12 @@ async def test_the_certificate_is_checked_against_the_name(
     serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     serving.load_cert_chain(cert, key)
     serving.sni_callback = lambda _, name, __: names.append(name)
-    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
-    port = listener.extra(SocketAttribute.local_port)
-
-    async def serve(stream: ByteStream) -> None:
-        async with stream:
-            with suppress(ssl.SSLError, anyio.BrokenResourceError, anyio.EndOfStream):
-                tls = await TLSStream.wrap(
-                    stream, server_side=True, ssl_context=serving, standard_compatible=False
-                )
-                await tls.receive()
-                await tls.send(answer_of(b""))
-                await tls.receive()
-
-    async with listener, anyio.create_task_group() as tasks:
-        tasks.start_soon(listener.serve, serve)
+    async with tls_server(serving, answer_of(b"")) as (port, _):
         made = await attempt(
             endpoint(f"https://{host}:{port}/"),
             resolve=Names([["127.0.0.1"]]),
             tls=ssl.create_default_context(cafile=cert),
         )
-        tasks.cancel_scope.cancel()
     assert made.outcome is outcome
     assert names == [host]
     if outcome is WebhookOutcome.FAILED:
