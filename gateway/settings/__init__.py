@@ -4,9 +4,9 @@
 never this package. The sections and keys are in document.py; docs/configuration.md explains them.
 """
 
+from gateway.settings.addresses import Address
 from gateway.settings.diff import LIVE, Changes, changes
 from gateway.settings.document import Document
-from gateway.settings.fields import Address
 from gateway.settings.loading import CheckReport, beside, check, load
 from gateway.settings.problems import Problem
 from gateway.settings.resolved import Settings

@@ -8,7 +8,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from gateway.settings.fields import AddressText, OptionalAddress, OriginNames, Section, Slug, Text
+from gateway.settings.addresses import AddressText, OptionalAddress, OriginNames
+from gateway.settings.fields import Section, Slug, Text
 from gateway.settings.sections.boxes import BoxSection
 from gateway.settings.sections.decisions import DecisionsSection
 from gateway.settings.sections.fleet import (

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from gateway import profiles
 from gateway.core.webhooks import address_refusal
+from gateway.settings.addresses import address, overlap
 from gateway.settings.document import Document
-from gateway.settings.fields import address, overlap
 from gateway.settings.problems import Finding, closest
 from gateway.settings.yaml_tree import Path
 

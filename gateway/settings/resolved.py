@@ -12,8 +12,8 @@ from gateway.core.profile import EngineFlags, Profile
 from gateway.core.swap_policy import SwapRules, Trigger
 from gateway.core.values import Policy
 from gateway.core.webhooks import WebhookEndpoint, read_secret
+from gateway.settings.addresses import Address, address, overlap
 from gateway.settings.document import Document
-from gateway.settings.fields import Address, address, overlap
 from gateway.settings.policies import policy_of
 from gateway.settings.problems import Finding, Problem
 from gateway.settings.secrets import SecretMissing, SecretRef, carried, digest

@@ -12,7 +12,8 @@ from pydantic import BeforeValidator, field_validator, model_validator
 from gateway.core.box import BoxRules
 from gateway.core.canary import Canary
 from gateway.core.swap_policy import SwapRules, Trigger
-from gateway.settings.fields import Command, Positive, Seconds, Section, Slug, Text, Url, number
+from gateway.settings.addresses import Url
+from gateway.settings.fields import Command, Positive, Seconds, Section, Slug, Text, number
 
 _TRIGGER, _SWAPS, _CANARY = Trigger(), SwapRules("", {}), Canary()
 _BOX = BoxRules(_SWAPS)

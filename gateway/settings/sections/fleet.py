@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from gateway.core.health import HealthRules
 from gateway.core.values import Gates, Spill, Timeouts
+from gateway.settings.addresses import BaseUrl
 from gateway.settings.fields import (
-    BaseUrl,
     Count,
     KneeCurve,
     Names,

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from gateway.settings.addresses import StoreUrl, WebhookUrl
 from gateway.settings.fields import (
     Count,
     Events,
@@ -20,9 +21,7 @@ from gateway.settings.fields import (
     Sha256,
     ShortForm,
     Slug,
-    StoreUrl,
     Text,
-    WebhookUrl,
 )
 
 

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from gateway.settings.fields import Seconds, Section, Text, Url, number
+from gateway.settings.addresses import Url
+from gateway.settings.fields import Seconds, Section, Text, number
 
 
 def _as_text(value: object) -> object:
