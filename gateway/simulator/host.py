@@ -57,6 +57,11 @@ class Seat:
     preemptions: int = 0
     tool_call_id: str = field(default_factory=lambda: f"chatcmpl-tool-{uuid.uuid4().hex[:16]}")
 
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or token id that ended it; None if there is none, or it was cut off."""
+        return None if self.finish == "abort" else self.script.stop_reason
+
 
 class Answer:
     """The choices of a request, and an event for its writer.

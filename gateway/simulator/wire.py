@@ -61,6 +61,7 @@ class StreamWriter:
         self._answer = answer
         self._sent = [_Sent() for _ in answer.seats]
         self._roles_sent = not call.delivery.is_chat
+        self._write = self._chat_events if call.delivery.is_chat else self._completion_events
         kind = "chat.completion.chunk" if call.delivery.is_chat else "text_completion"
         head = {"id": identity.id, "object": kind, "created": identity.created, "model": identity.model}
         self._head = "data: " + _json(head)[:-1] + ',"choices":['
@@ -77,14 +78,13 @@ class StreamWriter:
             self._roles_sent = True
             for index in range(len(self._sent)):
                 yield self._role(index)
-        write = self._chat_events if self._delivery.is_chat else self._completion_events
         for index, (seat, sent) in enumerate(zip(self._answer.seats, self._sent, strict=True)):
             if sent.is_finished:
                 continue
             ended = seat.finish is not None
             if not ended and seat.gained - sent.tokens < (self._delivery.interval if sent.tokens else 1):
                 continue
-            yield from write(index, seat, sent, ended)
+            yield from self._write(index, seat, sent, ended)
             sent.tokens = seat.gained
 
     def aborted(self) -> Iterator[bytes]:
@@ -93,8 +93,7 @@ class StreamWriter:
             if not sent.is_finished or seat.finish == "abort":
                 seat.finish = "abort"
                 seat.gained = sent.tokens
-                write = self._chat_events if self._delivery.is_chat else self._completion_events
-                yield from write(index, seat, sent, True)
+                yield from self._write(index, seat, sent, True)
 
     def closing(self) -> Iterator[bytes]:
         """Yield the events after the last choice has ended."""
@@ -193,8 +192,7 @@ class StreamWriter:
 
 
 def _finish(seat: Seat) -> str:
-    stop = None if seat.finish == "abort" else seat.script.stop_reason
-    return f'"finish_reason":{_json(seat.finish)},"stop_reason":{_json(stop)}'
+    return f'"finish_reason":{_json(seat.finish)},"stop_reason":{_json(seat.stop_reason)}'
 
 
 def usage_of(call: Call, seats: list[Seat], *, brief: bool = False) -> dict[str, Any]:
@@ -264,7 +262,7 @@ def _chat_choice(call: Call, index: int, seat: Seat) -> dict[str, Any]:
         "message": message,
         "logprobs": None,
         "finish_reason": seat.finish,
-        "stop_reason": None if seat.finish == "abort" else script.stop_reason,
+        "stop_reason": seat.stop_reason,
         "token_ids": _ids_of(seat, delivery),
         "routed_experts": None,
     }
@@ -277,7 +275,7 @@ def _completion_choice(call: Call, index: int, seat: Seat) -> dict[str, Any]:
         "text": seat.script.content(0, seat.gained),
         "logprobs": None,
         "finish_reason": seat.finish,
-        "stop_reason": None if seat.finish == "abort" else seat.script.stop_reason,
+        "stop_reason": seat.stop_reason,
         "token_ids": _ids_of(seat, call.delivery),
         "prompt_logprobs": None,
         "prompt_token_ids": prompt.ids() if call.delivery.with_ids else None,

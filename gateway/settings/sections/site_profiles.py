@@ -24,6 +24,7 @@ from gateway.settings.fields import (
 )
 
 _T = TypeVar("_T")
+_KV = KvFormula(sliding_layers=0, global_layers=0)
 
 
 class Sourced(Section, Generic[_T]):
@@ -95,13 +96,13 @@ class KvSection(Section):
     """Layers that keep only the last `window_tokens`."""
     global_layers: Count
     """Layers that keep every token."""
-    drafter_layers: Count = 0
+    drafter_layers: Count = _KV.drafter_layers
     """Layers of a speculative drafter; they keep every token."""
-    window_tokens: Positive = 1024
+    window_tokens: Positive = _KV.window_tokens
     """Width of the sliding window."""
-    sliding_block_tokens: Positive = 16
+    sliding_block_tokens: Positive = _KV.sliding_block_tokens
     """Tokens per block of a sliding or drafter layer."""
-    global_block_tokens: Positive = 32
+    global_block_tokens: Positive = _KV.global_block_tokens
     """Tokens per block of a global layer."""
 
 
