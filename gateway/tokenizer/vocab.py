@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tiktoken
 
@@ -112,8 +112,13 @@ class Vocabulary:
         return 1 if encoded[:2] in self.prefixes else 0
 
 
-_Contents = tuple[dict[bytes, int], tuple[str, ...], tuple[str, ...]]
-"""Ranks, marker texts, warnings."""
+class _Contents(NamedTuple):
+    """What a vocabulary is made of: ranks, texts of markers, and what an operator should check."""
+
+    ranks: dict[bytes, int]
+    specials: tuple[str, ...]
+    warnings: tuple[str, ...]
+
 
 # ------------------------------------------------------------------ build
 
@@ -126,7 +131,8 @@ def build(tokenizer_json: Path, out: Path) -> BuildSummary:
     """
     started_s = time.perf_counter()
     source = _read(tokenizer_json)
-    ranks, specials, warnings = _convert(tokenizer_json, source)
+    contents = _convert(tokenizer_json, source)
+    ranks = contents.ranks
     encode = binascii.b2a_base64
     body = b"".join(b"%s %d\n" % (encode(token, newline=False), rank) for token, rank in ranks.items())
     header = {
@@ -134,12 +140,12 @@ def build(tokenizer_json: Path, out: Path) -> BuildSummary:
         "entries": len(ranks),
         "source_sha256": hashlib.sha256(source).hexdigest(),
         "body_sha256": hashlib.sha256(body).hexdigest(),
-        "specials": list(specials),
-        "warnings": list(warnings),
+        "specials": contents.specials,
+        "warnings": contents.warnings,
     }
     data = (_MAGIC + json.dumps(header, separators=(",", ":")) + "\n").encode() + body
     sha256 = hashlib.sha256(data).hexdigest()
-    _assemble(tokenizer_json, sha256, ranks, specials, warnings)  # raises now if loading the file would fail
+    _assemble(tokenizer_json, sha256, contents)  # raises now if loading the file would fail
     partial = out.with_name(out.name + ".partial")
     try:
         partial.write_bytes(data)
@@ -151,7 +157,7 @@ def build(tokenizer_json: Path, out: Path) -> BuildSummary:
         bytes=len(data),
         sha256=sha256,
         seconds=time.perf_counter() - started_s,
-        warnings=warnings,
+        warnings=contents.warnings,
     )
 
 
@@ -184,7 +190,7 @@ def _convert(path: Path, source: bytes) -> _Contents:
         warnings.append(f"{cut} entries span characters that Gemma's never join: counts will be high")
     for token in unreachable:
         del ranks[token]
-    return ranks, specials, tuple(warnings)
+    return _Contents(ranks, specials, tuple(warnings))
 
 
 def _not_gemma(document: Any) -> str:
@@ -261,10 +267,8 @@ def load(path: Path) -> Vocabulary:
     data = _read(path)
     sha256 = hashlib.sha256(data).hexdigest()
     if data.lstrip()[:1] == b"{":
-        ranks, specials, warnings = _convert(path, data)
-    else:
-        ranks, specials, warnings = _parse(path, data)
-    return _assemble(path, sha256, ranks, specials, warnings)
+        return _assemble(path, sha256, _convert(path, data))
+    return _assemble(path, sha256, _parse(path, data))
 
 
 def _read(path: Path) -> bytes:
@@ -307,13 +311,12 @@ def _parse(path: Path, data: bytes) -> _Contents:
         ranks[decode(token)] = int(rank)
     if len(ranks) != entries:
         raise ConfigError(f"{path}: holds {len(ranks)} entries, its header says {entries}")
-    return ranks, specials, warnings
+    return _Contents(ranks, specials, warnings)
 
 
-def _assemble(
-    path: Path, sha256: str, ranks: dict[bytes, int], specials: tuple[str, ...], warnings: tuple[str, ...]
-) -> Vocabulary:
+def _assemble(path: Path, sha256: str, contents: _Contents) -> Vocabulary:
     """Return a vocabulary that has passed its self-test."""
+    ranks, specials, warnings = contents
     characters = {chr(code) for code in range(128)}
     prefixes: set[bytes] = set()
     longest = max((len(special) for special in specials), default=1)
