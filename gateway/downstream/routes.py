@@ -104,6 +104,7 @@ class Applications:
             keys=keys,
             rules=rules,
             readers=readers,
+            body_bytes_max=limits.bytes_max,
             retention=retention,
             idempotency=self._idempotency,
             background=background,
