@@ -1084,6 +1084,22 @@ def test_the_line_is_bounded(
     assert [verdict and verdict.reason for verdict in verdicts] == reasons
 
 
+@pytest.mark.parametrize("rules", [{"waiting_max": 2}, {"waiting_bytes_max": 10}], ids=["number", "bytes"])
+def test_one_key_cannot_keep_the_others_out(rules: dict[str, object]) -> None:
+    site = Site()
+    one = bounded(**rules)
+
+    def enter(name: str, key: str) -> Reason | None:
+        refused = site.enter(name, traffic_class=one, key=key, size_bytes=5)
+        return None if refused is None else refused.reason
+
+    assert [enter(name, "greedy") for name in "abc"] == [None, None, Reason.QUEUE_FULL]
+    assert [enter(name, "modest") for name in "de"] == [None, Reason.QUEUE_FULL]
+    site.line.leave("d")
+    assert [enter(name, "modest") for name in "fg"] == [None, Reason.QUEUE_FULL]
+    assert [enter(key, key) for key in ("third", "fourth")] == [None, Reason.QUEUE_FULL]
+
+
 def test_the_bounds_do_not_count_jobs() -> None:
     site = Site()
     both = bounded(waiting_max=2, waiting_bytes_max=10)
