@@ -264,6 +264,18 @@ ODD_KINDS: list[Any] = [[], {}, 1, None]
             id="video",
         ),
         pytest.param(
+            body(messages=message([{"image_embeds": "AAAA"}])),
+            "unsupported_content",
+            "messages.0.content.0",
+            id="embeddings-untyped",
+        ),
+        pytest.param(
+            body(messages=message([{"type": "text", "text": "x", "uuid": "u", "audio_embeds": "AAAA"}])),
+            "unsupported_content",
+            "messages.0.content.0",
+            id="embeddings-beside-text",
+        ),
+        pytest.param(
             body(messages=message([{"video_url": {"url": PIXEL}}])),
             "unsupported_content",
             "messages.0.content.0",
