@@ -273,8 +273,9 @@ class DirectCall(HttpDownstream):
         except Exception:
             log.exception("a request failed inside the gateway", extra=about("internal_error"))
         finally:
-            self._chats.uploads.release(self.received, self.head.key)
-            self.received = 0
+            if self.received:
+                self._chats.uploads.release(self.received, self.head.key)
+                self.received = 0
             if not self.response_complete:
                 self._write_head()
                 self._transport.close()

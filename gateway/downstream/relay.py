@@ -190,18 +190,18 @@ class Uploads:
         Raises:
             OutOfResources: these are too many, `most` being the limit for all.
         """
-        self._count(size, key)
-        if self.bytes > most or (key is not None and self._bytes_of[key] > KEY_SHARE * most):
+        self.bytes += size
+        of_key = 0
+        if key is not None:
+            of_key = self._bytes_of[key] = self._bytes_of.get(key, 0) + size
+        if self.bytes > most or of_key > KEY_SHARE * most:
             raise OutOfResources("Too much is being uploaded at once. Please retry.", retry_after_s=5)
 
     def release(self, size: int, key: str | None) -> None:
         """Count bytes no longer."""
-        self._count(-size, key)
-
-    def _count(self, size: int, key: str | None) -> None:
-        self.bytes += size
+        self.bytes -= size
         if key is not None:
-            self._bytes_of[key] = self._bytes_of.get(key, 0) + size
+            self._bytes_of[key] = self._bytes_of.get(key, 0) - size
 
 
 def announced_bytes(digits: bytes | str) -> int:
