@@ -11,10 +11,8 @@ on its standard output with a single line: a `Report`.
 
 import json
 import logging
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +21,7 @@ import anyio
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from gateway import interpreters
 from gateway.core.errors import ConfigError, StartupBlocked
 from gateway.events import about
 from gateway.exiting import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, TOLD_S
@@ -167,7 +166,7 @@ class WorkerGroup:
         """
         self.end_s = end_s
         self.ended_well = True
-        self.command = _command()
+        self.command = interpreters.command("gateway.worker")
         self._ready = ready
         self._is_ready = False
         self._processes: dict[int, Process] = {}
@@ -384,15 +383,6 @@ async def _report(process: Process) -> Report | None:
 def _kill(process: Process) -> None:
     with suppress(ProcessLookupError):
         process.kill()
-
-
-def _command() -> list[str]:
-    """Return the command for a worker that imports this process's code, not the current folder's."""
-    try:
-        flags = [] if os.getcwd() in sys.path else ["-P"]
-    except FileNotFoundError:  # it has been deleted
-        flags = ["-P"]
-    return [sys.executable, *flags, "-m", "gateway.worker"]
 
 
 def _manner(status: int) -> str:

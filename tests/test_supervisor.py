@@ -264,16 +264,3 @@ def test_how_long_workers_may_drain_can_change(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("drain_s: 7", "drain_s: 1"))
     group.follow(settings.load(path, {}))
     assert group.end_s == 8.0  # some may still drain by the one before
-
-
-def test_workers_may_be_started_in_a_folder_that_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-
-    group = WorkerGroup(600.0, lambda urls: None)
-
-    assert "-P" in group.command
