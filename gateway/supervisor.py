@@ -191,8 +191,7 @@ class WorkerGroup:
     async def reread(self, new: Settings | None) -> None:
         """Make all workers reload their configuration; those started later get `new`."""
         self.follow(new)
-        for process in tuple(self._processes.values()):
-            await _tell(process, REREAD)
+        await self._tell_all(REREAD)
 
     def follow(self, new: Settings | None) -> None:
         """Give this configuration to workers started from now on; None: it is invalid.
@@ -204,11 +203,10 @@ class WorkerGroup:
             self.end_s = max(self.end_s, _end_s(new))
 
     async def stop(self) -> None:
-        """Make all workers drain; the second time, exit at once."""
+        """Make all workers drain; the second time, exit at once. Returns when all can have heard it."""
         self._stops += 1
         self._stopping.set()
-        for process in tuple(self._processes.values()):
-            await _tell(process, STOP)
+        await self._tell_all(STOP)
 
     def kill(self) -> None:
         """Kill all workers that have not stopped."""
@@ -219,6 +217,12 @@ class WorkerGroup:
                 extra=about("worker_killed", worker=number),
             )
             _kill(process)
+
+    async def _tell_all(self, words: bytes) -> None:
+        """Tell all workers at the same time: one that is frozen may still have to read its order."""
+        async with anyio.create_task_group() as tasks:
+            for process in self._processes.values():
+                tasks.start_soon(_tell, process, words)
 
     async def _keep(self, order: Order) -> None:
         pause_s = 0.0
@@ -313,12 +317,13 @@ async def _pass_on(
     await anext(signals)
     group.follow(_newest(settings, environ))  # it says how long they may drain
     log.info("draining all workers; a second signal cuts off what is in flight", extra=about("draining"))
-    await group.stop()
-    with anyio.move_on_after(group.end_s + END_S):
-        await anext(signals)
-        await group.stop()
-        await anyio.sleep(END_S)
-    group.kill()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(group.stop)
+        with anyio.move_on_after(group.end_s + END_S):
+            await anext(signals)
+            tasks.start_soon(group.stop)
+            await anyio.sleep(END_S)
+        group.kill()
 
 
 async def _pass_hints_on(
