@@ -7,7 +7,6 @@ again. Settings that are read only at startup are reported, and keep their value
 import errno
 import logging
 import os
-import stat
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from gateway.core.errors import ConfigError
 from gateway.events import about
 from gateway.ports import Clock
 from gateway.settings import Changes, Document, Settings
+from gateway.settings.files import read
 
 log = logging.getLogger("gateway.config")
 
@@ -76,18 +76,6 @@ class Reload:
     changes: Changes = field(default_factory=Changes)
     warnings: tuple[str, ...] = ()
     error: str = ""
-
-
-def read(path: Path) -> bytes:
-    """Read a configuration file.
-
-    Raises:
-        OSError: it cannot be read, or is not a regular file: reading a pipe might block forever.
-    """
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file")
-        return file.read()
 
 
 async def _in_thread(function: Callable[..., T], *args: Any) -> T:

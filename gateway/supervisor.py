@@ -25,8 +25,9 @@ from gateway import interpreters
 from gateway.core.errors import ConfigError, StartupBlocked
 from gateway.events import about
 from gateway.exiting import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, TOLD_S
-from gateway.reload import LOOK_S, read
+from gateway.reload import LOOK_S
 from gateway.settings import Settings, beside, load
+from gateway.settings.files import read
 from gateway.sockets import bind, url_of
 from gateway.store.keeper import next_pause_s, start_store
 from gateway.tasks import tasks_beside

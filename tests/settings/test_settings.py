@@ -426,12 +426,14 @@ def test_a_file_with_two_keys_is_no_callers_key(checked: Check, tmp_path: Path) 
         pytest.param("api_key_env: B_KEY", "environment variable B_KEY is not set", id="variable"),
         pytest.param("api_key_file: b.key", "b.key cannot be read: No such file", id="file"),
         pytest.param("api_key_file: empty.key", "empty.key is empty", id="empty-file"),
+        pytest.param("api_key_file: pipe.key", "pipe.key cannot be read: it is not a regular", id="pipe"),
     ],
 )
 def test_a_key_that_is_not_there_warns_in_check_and_stops_serve(
     loaded: Load, checked: Check, tmp_path: Path, named: str, message: str
 ) -> None:
     (tmp_path / "empty.key").write_text("\n")
+    os.mkfifo(tmp_path / "pipe.key")
     text = one(f"profile: spark-fp8, {named}")
     report = checked(text)
     assert report.ok
