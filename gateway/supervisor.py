@@ -25,7 +25,7 @@ from gateway import interpreters
 from gateway.core.errors import ConfigError, StartupBlocked
 from gateway.events import about
 from gateway.exiting import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, TOLD_S
-from gateway.reload import LOOK_S
+from gateway.reload import LOOK_S, in_thread
 from gateway.settings import Settings, beside, load
 from gateway.settings.files import read
 from gateway.sockets import bind, url_of
@@ -316,10 +316,10 @@ async def _pass_on(
     signals: AsyncIterator[signal.Signals], settings: Settings, environ: Mapping[str, str], group: WorkerGroup
 ) -> None:
     await anext(signals)
-    group.follow(_newest(settings, environ))  # it says how long they may drain
     log.info("draining all workers; a second signal cuts off what is in flight", extra=about("draining"))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(group.stop)
+        group.follow(await _newest(settings, environ))  # it says how long they may drain
         with anyio.move_on_after(group.end_s + END_S):
             await anext(signals)
             tasks.start_soon(group.stop)
@@ -331,7 +331,7 @@ async def _pass_hints_on(
     hints: AsyncIterator[signal.Signals], settings: Settings, environ: Mapping[str, str], group: WorkerGroup
 ) -> None:
     async for _ in hints:
-        await group.reread(_newest(settings, environ))
+        await group.reread(await _newest(settings, environ))
 
 
 async def _follow(settings: Settings, environ: Mapping[str, str], group: WorkerGroup) -> None:
@@ -340,10 +340,10 @@ async def _follow(settings: Settings, environ: Mapping[str, str], group: WorkerG
     while True:
         await anyio.sleep(LOOK_S)
         with suppress(OSError):  # it is being replaced
-            source = read(settings.path)
+            source = await in_thread(read, settings.path)
             if source == before and source != seen:
+                group.follow(await in_thread(_usable, settings, environ, source))
                 seen = source
-                group.follow(_usable(settings, environ, source))
             before = source
 
 
@@ -351,10 +351,10 @@ def _end_s(settings: Settings) -> float:
     return settings.document.shutdown.notice_s + settings.document.shutdown.drain_s
 
 
-def _newest(settings: Settings, environ: Mapping[str, str]) -> Settings | None:
+async def _newest(settings: Settings, environ: Mapping[str, str]) -> Settings | None:
     """Return what is in the file now, if workers started with `settings` can use it. They log any errors."""
     try:
-        return _usable(settings, environ, read(settings.path))
+        return await in_thread(_usable, settings, environ, await in_thread(read, settings.path))
     except OSError:
         return None
 

@@ -4,10 +4,13 @@ import json
 import logging
 import os
 import re
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -338,6 +341,47 @@ async def test_a_worker_that_is_started_later_gets_what_the_file_says_then_if_it
     received = [json.loads(order) for order in orders.read_text().splitlines()]
     assert {order["source"] for order in received} == {started}
     assert {order["changed"] for order in received} == {None, better.read_text()}
+
+
+class Slow(dict[str, str]):
+    """An environment that keeps whoever examines a configuration waiting until something can be read."""
+
+    def __init__(self, awaited: int, begun: Callable[[], None]) -> None:
+        super().__init__(DRAIN="60")
+        self._awaited = awaited
+        self._begun = begun
+        self.in_vain = False
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a variable; see `os.environ`."""
+        self._begun()
+        self.in_vain |= not select.select([self._awaited], [], [], 5.0)[0]
+        return super().get(name, default)
+
+
+@pytest.mark.parametrize("watch", ["true", "false"])
+async def test_a_stop_is_not_held_up_by_a_file_that_takes_long_to_examine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watch: str
+) -> None:
+    monkeypatch.setattr(supervisor, "LOOK_S", 0.01)
+    told = tmp_path / "told"
+    os.mkfifo(told)
+    awaited = os.open(told, os.O_RDONLY | os.O_NONBLOCK)
+    lines = "read order", "echo '{}'", "head -c 1 >/dev/null", f"echo > {told}"
+    monkeypatch.setattr(sys, "executable", script(tmp_path, *lines))
+    path = configured(tmp_path, "store: redis://127.0.0.1:9", f"reload: {{watch: {watch}}}")
+    stop = partial(os.kill, os.getpid(), signal.SIGTERM)
+    slow = Slow(awaited, stop if watch == "true" else lambda: None)
+
+    def ready(serving: supervisor.Serving) -> None:
+        path.write_text(path.read_text() + '\nshutdown: {drain_s: "${DRAIN}"}')
+        if watch == "false":
+            stop()
+
+    with anyio.fail_after(20):
+        assert await supervisor.serve(settings.load(path, {}), slow, 1, "info", ready=ready) == 0
+    os.close(awaited)
+    assert not slow.in_vain
 
 
 def test_how_long_workers_may_drain_can_change(tmp_path: Path) -> None:
