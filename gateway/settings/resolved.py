@@ -1,5 +1,7 @@
 """A validated configuration: the settings that `app.py` reads, and the resulting policy."""
 
+import errno
+import os
 import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -441,8 +443,8 @@ class Settings:
 
     def _unmet_files(self) -> Iterator[Problem]:
         for path, file in self._files():
-            if not file.is_file():
-                yield self.problem(path, f"there is no file {file}")
+            if fault := _file_fault(file):
+                yield self.problem(path, fault)
         for name in self.document.backends:
             tls = self.tls(name)
             own = replace(tls, ca_file=None)
@@ -452,12 +454,21 @@ class Settings:
         if self.store is not None:
             for fault in _store_faults(self.store.url):
                 yield self.problem(("store", "url"), fault)
-        if self.jobs_folder is not None and self.jobs is not None and _is_homeless(self.jobs.data_dir):
-            yield self.problem(
-                ("jobs", "data_dir"), f"there is no home directory {Path(self.jobs.data_dir).parts[0]}"
-            )
-        if self.decisions_file is not None and not self.decisions_file.parent.is_dir():
-            yield self.problem(("decisions", "file"), f"there is no folder {self.decisions_file.parent}")
+        yield from self._unmet_folders()
+
+    def _unmet_folders(self) -> Iterator[Problem]:
+        if self.jobs_folder is not None and self.jobs is not None:
+            place = "jobs", "data_dir"
+            if _is_homeless(self.jobs.data_dir):
+                yield self.problem(place, f"there is no home directory {Path(self.jobs.data_dir).parts[0]}")
+            elif os.path.exists(self.jobs_folder) and not os.path.isdir(self.jobs_folder):
+                yield self.problem(place, f"{self.jobs_folder} is not a folder")
+        if self.decisions_file is not None:
+            place = "decisions", "file"
+            if not os.path.isdir(self.decisions_file.parent):
+                yield self.problem(place, f"there is no folder {self.decisions_file.parent}")
+            elif os.path.isdir(self.decisions_file):
+                yield self.problem(place, f"{self.decisions_file} is a folder")
 
     def _secrets(self) -> Iterator[tuple[TreePath, SecretRef]]:
         for name, backend in self.document.backends.items():
@@ -558,9 +569,22 @@ def _no_password() -> str:
     raise ValueError("its key is encrypted: decrypt it, for example with `openssl pkey`")
 
 
+def _file_fault(file: Path) -> str:
+    """Return why a file cannot be read; "" if it can."""
+    if os.access(file, os.R_OK):
+        return "" if file.is_file() else f"there is no file {file}"
+    try:
+        file.stat()
+    except FileNotFoundError:
+        return f"there is no file {file}"
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror}"
+    return f"{file} cannot be read: {os.strerror(errno.EACCES)}"
+
+
 def _tls_fault(tls: BackendTls) -> str:
-    """Return what is wrong with the files of TLS settings; "" if they are usable or do not all exist."""
-    if not tls.files or not all(file.is_file() for file in tls.files):
+    """Return what is wrong with the files of TLS settings; "" if they are usable or cannot all be read."""
+    if not tls.files or any(map(_file_fault, tls.files)):
         return ""
     try:
         tls.context()
@@ -579,8 +603,8 @@ def _store_faults(url: str) -> Iterator[str]:
         if option in options
     }
     for option, file in files.items():
-        if not file.is_file():
-            yield f"{option}: there is no file {file.absolute()}"
+        if fault := _file_fault(file.absolute()):
+            yield f"{option}: {fault}"
     own = BackendTls(None, True, files.get("ssl_certfile"), files.get("ssl_keyfile"))
     for tls in (BackendTls(files.get("ssl_ca_certs"), True), own):
         if "ssl_password" not in options and (fault := _tls_fault(tls)):

@@ -457,6 +457,11 @@ def test_a_key_that_is_not_there_warns_in_check_and_stops_serve(
         pytest.param(
             "drain: false", "decisions: {file: there/d.jsonl}", (6, 19), "there is no folder", id="folder"
         ),
+        pytest.param(
+            f"tls: {{ca_file: {'x' * 300}}}", "", (3, 69), "x cannot be read: File name", id="not-examined"
+        ),
+        pytest.param("drain: false", "decisions: {file: .}", (6, 19), "is a folder", id="decisions-folder"),
+        pytest.param("drain: false", "jobs: {data_dir: two.lines}", (6, 18), "is not a folder", id="jobs"),
     ],
 )
 def test_what_is_there_and_cannot_be_used_warns_in_check_and_stops_serve(
