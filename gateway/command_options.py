@@ -1,5 +1,6 @@
 """Options shared by several commands."""
 
+import math
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -13,6 +14,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 CONFIG_ENV = "GEMMA_GATEWAY_CONFIG"
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+class Number(click.FloatRange):
+    """A range of finite numbers."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number, or end with a message."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
 
 
 def config_option(help: str, *, required: bool = True) -> Callable[[F], F]:

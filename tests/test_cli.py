@@ -265,6 +265,22 @@ def test_a_url_that_is_none_is_a_sentence(command: list[str]) -> None:
     assert "http://" in result.output
 
 
+SIMULATE = ["simulate", "--profile", "generic"]
+
+
+@pytest.mark.parametrize("written", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    "command",
+    [["demo", "--speed"], [*SIMULATE, "--speed"], [*SIMULATE, "--fault-seconds"]],
+    ids=lambda command: " ".join(command[::3]),
+)
+def test_a_number_that_is_not_finite_is_none(command: list[str], written: str) -> None:
+    result = run(*command, written)
+
+    assert result.exit_code == 2
+    assert command[-1] in result.output
+
+
 def test_explain_of_what_fits_nowhere_is_1() -> None:
     body = {**CHAT, "messages": [{"role": "user", "content": "river " * 400_000}]}
 
