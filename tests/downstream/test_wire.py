@@ -276,6 +276,18 @@ ODD_KINDS: list[Any] = [[], {}, 1, None]
             id="embeddings-beside-text",
         ),
         pytest.param(
+            body(messages=message([{"type": "image_url", "image_url": {"url": PIXEL}, "uuid": "scan-1"}])),
+            "unsupported_content",
+            "messages.0.content.0",
+            id="an-image-under-a-name-that-all-callers-share",
+        ),
+        pytest.param(
+            body(messages=message([{"type": "image_url", "image_url": None, "uuid": "scan-1"}])),
+            "unsupported_content",
+            "messages.0.content.0",
+            id="an-image-that-somebody-may-have-sent",
+        ),
+        pytest.param(
             body(messages=message([{"video_url": {"url": PIXEL}}])),
             "unsupported_content",
             "messages.0.content.0",
