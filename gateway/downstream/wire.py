@@ -755,7 +755,7 @@ def _known_part(part: object, where: str) -> Mapping[str, Any]:
     if not isinstance(kind, str) or kind not in _PARTS:
         message = f"Parts of type {str(kind)[:40]!r} are not supported."
         raise InvalidRequest(message, code="unsupported_content", param=where)
-    if part.get("uuid") is not None:  # vLLM takes what came under it before, from whomever, for this part
+    if part.get("uuid") is not None:  # vLLM would use what came under it before, from whichever caller
         message = "A `uuid` of a part is not supported: send its content."
         raise InvalidRequest(message, code="unsupported_content", param=where)
     return part

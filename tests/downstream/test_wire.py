@@ -102,7 +102,7 @@ def test_what_routing_needs(fields: dict[str, Any], attribute: str, value: objec
         pytest.param([{"type": "refusal", "refusal": "no"}], Turn("user", ("no",)), id="refusal"),
         pytest.param([{"type": "thinking", "thinking": "hm"}], Turn("user", ("hm",)), id="thinking"),
         pytest.param(
-            [{"type": "text", "text": "x", "uuid": "1", "audio_url": {"url": PIXEL}}],
+            [{"type": "text", "text": "x", "audio_url": {"url": PIXEL}}],
             Turn("user", ("x",), audios=1),
             id="media-by-key-whatever-the-type",
         ),
