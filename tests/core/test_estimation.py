@@ -13,6 +13,7 @@ from gateway.core.estimation import (
     is_plain,
     margin_tokens,
     pieces,
+    plain_texts,
     texts_in,
 )
 from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts, Turn
@@ -97,6 +98,17 @@ DERIVED = [
 @pytest.mark.parametrize(("prompt", "tokens"), [row[1:] for row in DERIVED], ids=[row[0] for row in DERIVED])
 def test_the_length_follows_the_template(prompt: Prompt, tokens: int) -> None:
     assert length(prompt) == tokens
+
+
+@pytest.mark.parametrize(
+    "prompt", [row[1] for row in REPORTED + DERIVED], ids=[row[0] for row in REPORTED + DERIVED]
+)
+def test_a_plain_chat_has_the_same_length_either_way(prompt: Prompt) -> None:
+    whole = pieces(prompt, COSTS)
+    same = (whole.fixed_tokens, [(piece.text, piece.comes_again) for piece in whole.texts])
+
+    is_other = not prompt.turns or not is_plain(prompt) or prompt.thinking or prompt.turns[0].role == "robot"
+    assert plain_texts(prompt, COSTS, 1_000) == (None if is_other else same)
 
 
 def test_a_thought_in_the_middle_leaves_what_stands_around_it() -> None:
