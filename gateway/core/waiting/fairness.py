@@ -322,10 +322,7 @@ class Shares:
         return begin
 
     def start(self, key: str | None, cost: float) -> None:
-        """Charge a start that did not wait: the same as to `charge` it and `advance` to the key's tag."""
-        if key in self._tags:
-            self.advance(self.charge(key, cost))
-            return
+        """Charge a start where nothing is queued: the same as to `charge` it and `advance` to its tag."""
         begin = self._finish.get(key, 0.0)
         if begin < self._virtual:
             begin = self._virtual
