@@ -597,6 +597,17 @@ def test_the_jobs_of_a_class_come_after_its_others_and_the_keys_alternate_among_
     assert site.start(0.2) == shown
 
 
+def test_the_job_of_a_key_that_has_no_chat_left_comes_after_the_chats_of_others() -> None:
+    site = Site(knee=64)
+    site.loads["light"] = Load(seqs=64, share=admission.WHOLE)
+    site.enter("a-job", key="a", traffic_class=PATIENT, is_job=True)
+    for name in ("a-chat", "b-chat", "b-chat-2", "b-chat-3"):
+        site.enter(name, 0.1, key=name[0], traffic_class=PATIENT)
+    site.loads["light"] = Load()
+
+    assert site.start(0.2) == ["a-chat", "b-chat", "b-chat-2", "b-chat-3", "a-job"]
+
+
 def test_who_has_had_much_lately_comes_after_who_has_not() -> None:
     site = Site(knee=5)
     for number in range(5):
