@@ -566,6 +566,7 @@ async def test_a_caller_that_reads_on_does_not_put_off_the_total_limit(
         await world.run(world.request(), caller)
 
     assert b"did not finish within 0.05 s" in caller.body
+    assert b'"code": "stream_broken"' in caller.body
 
 
 async def test_a_whole_answer_has_only_its_total_limit(world: World) -> None:
