@@ -104,13 +104,13 @@ def test_a_window_ends_with_a_first_token_so_that_no_prompt_is_cut_in_two() -> N
 
 def test_answers_in_one_piece_are_neither_decoding_nor_waiting() -> None:
     meter = GapMeter(0.0)
-    meter.opened(0.0, share=50, hidden_seqs=2)
+    meter.opened(0.5, share=50, hidden_seqs=2)
     meter.ended(1.0, share=50, hidden_seqs=2)
     meter.opened(1.0, share=30)
     meter.ended(2.5, share=30, is_answered=False)
 
     assert meter.close(3.0) == GapWindow(
-        duration_s=3.0, hidden_seq_s=2.0, waiting_seq_s=1.5, share_s=50 + 45, share_max=50
+        duration_s=3.0, hidden_seq_s=1.0, waiting_seq_s=1.5, share_s=25 + 45, share_max=50
     )
 
 
