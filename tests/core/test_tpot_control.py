@@ -114,6 +114,14 @@ def test_answers_in_one_piece_are_neither_decoding_nor_waiting() -> None:
     )
 
 
+def test_what_others_run_cannot_be_seen_and_counts_from_when_it_is_known() -> None:
+    meter = GapMeter(0.0)
+    meter.others(1.0, share=40, seqs=2)
+    meter.others(2.5, share=10, seqs=1)
+
+    assert meter.close(3.0) == GapWindow(duration_s=3.0, hidden_seq_s=3.0 + 0.5, share_s=60 + 5, share_max=40)
+
+
 @st.composite
 def lives(draw: st.DrawFn) -> list[tuple[float, int, int]]:
     """Events of requests in order of time: `(moment, request, what)` with 0 opened, 1 answered, 2 ended."""
@@ -278,7 +286,9 @@ def test_a_window_has_jobs_or_spills_while_any_runs(kind: str) -> None:
     meter.ended(2.0, share=1, is_answered=False, **it)
     seen = [meter.close(3.0 + WINDOW_MAX_S)]
     meter.opened(30.0, share=1, hidden_seqs=1, **it)
-    seen += [meter.close(31.0 + WINDOW_MAX_S), meter.close(60.0 + WINDOW_MAX_S)]
+    seen += [meter.close(31.0 + WINDOW_MAX_S)]
+    meter.ended(32.0 + WINDOW_MAX_S, share=1, is_answered=False)
+    seen += [meter.close(60.0 + WINDOW_MAX_S)]
     meter.ended(90.0, share=1, hidden_seqs=1, **it)
     seen += [meter.close(91.0 + WINDOW_MAX_S), meter.close(120.0 + WINDOW_MAX_S)]
 
