@@ -882,6 +882,16 @@ async def test_a_prompt_that_fits_nowhere_is_refused_in_words_that_sdks_recognis
     assert world.upstream.targets == []
 
 
+async def test_a_prompt_that_fits_nowhere_is_told_the_longest_window(world: World) -> None:
+    (model,) = world.policy.models
+    everywhere = replace(model, classes=(TrafficClass("all", ("light", "push")),))
+    world.policy = replace(world.policy, models=(everywhere,))
+    world.estimates.tokens = 300_000
+
+    with pytest.raises(ContextExceeded, match="maximum context length is 262144 tokens"):
+        await world.run(world.request())
+
+
 async def test_who_sets_no_limit_gets_what_the_window_leaves(world: World) -> None:
     """The reserve that is planned for them is no reason to refuse them."""
     world.estimates.tokens = 262_000  # 262,016 at most, and 1,024 of output do not fit
