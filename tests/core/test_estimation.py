@@ -86,6 +86,7 @@ DERIVED = [
     ("assistants-in-a-row-share-a-turn", chat(user("hi"), assistant("yes"), assistant("yes")), 8 + 6 + 6 + 3),
     ("old-thoughts-are-dropped", chat(user("hi"), assistant("<|channel>why<channel|> yes")), 8 + 6 + 6),
     ("an-open-thought-drops-the-rest", chat(user("hi"), assistant("yes<|channel>why")), 8 + 6 + 6),
+    ("a-thought-that-was-open-before-is-dropped", chat(user("hi"), assistant("<channel|>yes")), 8 + 6 + 6),
     ("thoughts-of-others-are-text", chat(user("hi"), assistant("yes<channel|>")), 8 + 6 + 6),
     ("of-several-completions-the-longest", Prompt(raw_texts=("hi", RIVER, "yes")), 5),
     ("an-empty-completion", Prompt(raw_texts=("",)), 1),
