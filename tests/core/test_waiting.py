@@ -608,6 +608,17 @@ def test_the_job_of_a_key_that_has_no_chat_left_comes_after_the_chats_of_others(
     assert site.start(0.2) == ["a-chat", "b-chat", "b-chat-2", "b-chat-3", "a-job"]
 
 
+def test_the_job_of_a_key_that_has_had_much_comes_in_the_same_turn_as_those_of_others() -> None:
+    other = TrafficClass("other", ("light",), waiting=PATIENT.waiting)
+    site = Site(knee=64)
+    site.enter("c-other", key="c", traffic_class=other)
+    site.line.charge("gemma", "other", "c", 10_000)
+    for name in ("a-job", "c-job"):
+        site.enter(name, key=name[0], traffic_class=PATIENT, is_job=True)
+
+    assert site.start(0.2) == ["a-job", "c-other", "c-job"]
+
+
 def test_who_has_had_much_lately_comes_after_who_has_not() -> None:
     site = Site(knee=5)
     for number in range(5):
