@@ -151,8 +151,10 @@ def _vocabulary_faults(settings: "Settings | None") -> "Iterator[Problem]":
     """Yield why the vocabulary of a configuration cannot be used, if it is there."""
     from gateway.tokenizer import vocab
 
-    if settings is None or settings.vocab is None or not settings.vocab.is_file():
+    if settings is None or settings.vocab is None:
         return
+    if not os.path.isfile(settings.vocab) or not os.access(settings.vocab, os.R_OK):
+        return  # which is told already
     try:
         vocab.load(settings.vocab)
     except ConfigError as error:

@@ -1,5 +1,6 @@
 """What several commands share: options, and how they end."""
 
+import math
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -21,6 +22,17 @@ PIPED_WIDTH = 250
 """Characters per line if the output is not a terminal. A choice: nothing is truncated, no name is broken."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+class Number(click.FloatRange):
+    """A range of finite numbers."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number, or end with a message."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
 
 
 def config_option(help: str, *, required: bool = True) -> Callable[[F], F]:

@@ -7,7 +7,6 @@ again. Settings that are read only at startup are reported, and keep their value
 import errno
 import logging
 import os
-import stat
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from gateway.core.errors import ConfigError
 from gateway.events import about
 from gateway.ports import Clock
 from gateway.settings import Changes, Document, Settings
+from gateway.settings.files import read
 
 log = logging.getLogger("gateway.config")
 
@@ -78,19 +78,7 @@ class Reload:
     error: str = ""
 
 
-def read(path: Path) -> bytes:
-    """Read a configuration file.
-
-    Raises:
-        OSError: it cannot be read, or is not a regular file: reading a pipe might block forever.
-    """
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file")
-        return file.read()
-
-
-async def _in_thread(function: Callable[..., T], *args: Any) -> T:
+async def in_thread(function: Callable[..., T], *args: Any) -> T:
     """Run a function in a thread.
 
     Raises:
@@ -164,7 +152,7 @@ class Reloader:
             OSError: this cannot be determined at the moment.
         """
         in_flight = self._in_flight()
-        return await _in_thread(self._beside, source, in_flight, name)  # may take 50 ms
+        return await in_thread(self._beside, source, in_flight, name)  # may take 50 ms
 
     async def apply(self, source: bytes, by: str) -> Reload:
         """Apply a configuration if it is valid. Return the result."""
@@ -188,7 +176,7 @@ class Reloader:
         """Read the file and apply it, because a signal asks for that. Keys in files are read again, too."""
         try:
             async with self._turn:  # not read before: `put` may be about to replace the file
-                return await self._replace(await _in_thread(read, self.path), _SIGNAL, writes=False)
+                return await self._replace(await in_thread(read, self.path), _SIGNAL, writes=False)
         except OSError as error:
             return self._not_read(error, _SIGNAL)
 
@@ -199,7 +187,7 @@ class Reloader:
         while True:
             await anyio.sleep(LOOK_S)
             try:
-                source = await _in_thread(read, self.path)
+                source = await in_thread(read, self.path)
                 if source == before and source != self._refused and self._is_news(source):
                     await self.apply(source, "file")
             except OSError as error:
@@ -256,7 +244,7 @@ class Reloader:
         """
         try:
             wanted, found = await self.preview(source)
-            return wanted, found, await _in_thread(self._prepare, wanted)
+            return wanted, found, await in_thread(self._prepare, wanted)
         except (ConfigError, OSError):
             raise
         except Exception as error:

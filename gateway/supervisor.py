@@ -11,10 +11,8 @@ on its standard output with a single line: a `Report`.
 
 import json
 import logging
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -23,11 +21,13 @@ import anyio
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from gateway import interpreters
 from gateway.core.errors import ConfigError, StartupBlocked
 from gateway.events import about
 from gateway.exiting import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, TOLD_S
-from gateway.reload import LOOK_S, read
+from gateway.reload import LOOK_S, in_thread
 from gateway.settings import Settings, beside, load
+from gateway.settings.files import read
 from gateway.sockets import bind, url_of
 from gateway.store.keeper import next_pause_s, start_store
 from gateway.tasks import tasks_beside
@@ -167,7 +167,7 @@ class WorkerGroup:
         """
         self.end_s = end_s
         self.ended_well = True
-        self.command = _command()
+        self.command = interpreters.command("gateway.worker")
         self._ready = ready
         self._is_ready = False
         self._processes: dict[int, Process] = {}
@@ -192,8 +192,7 @@ class WorkerGroup:
     async def reread(self, new: Settings | None) -> None:
         """Make all workers reload their configuration; those started later get `new`."""
         self.follow(new)
-        for process in tuple(self._processes.values()):
-            await _tell(process, REREAD)
+        await self._tell_all(REREAD)
 
     def follow(self, new: Settings | None) -> None:
         """Give this configuration to workers started from now on; None: it is invalid.
@@ -205,11 +204,10 @@ class WorkerGroup:
             self.end_s = max(self.end_s, _end_s(new))
 
     async def stop(self) -> None:
-        """Make all workers drain; the second time, exit at once."""
+        """Make all workers drain; the second time, exit at once. Returns when all can have heard it."""
         self._stops += 1
         self._stopping.set()
-        for process in tuple(self._processes.values()):
-            await _tell(process, STOP)
+        await self._tell_all(STOP)
 
     def kill(self) -> None:
         """Kill all workers that have not stopped."""
@@ -220,6 +218,12 @@ class WorkerGroup:
                 extra=about("worker_killed", worker=number),
             )
             _kill(process)
+
+    async def _tell_all(self, words: bytes) -> None:
+        """Tell all workers at the same time: one that is frozen may still have to read its order."""
+        async with anyio.create_task_group() as tasks:
+            for process in self._processes.values():
+                tasks.start_soon(_tell, process, words)
 
     async def _keep(self, order: Order) -> None:
         pause_s = 0.0
@@ -312,21 +316,22 @@ async def _pass_on(
     signals: AsyncIterator[signal.Signals], settings: Settings, environ: Mapping[str, str], group: WorkerGroup
 ) -> None:
     await anext(signals)
-    group.follow(_newest(settings, environ))  # it says how long they may drain
     log.info("draining all workers; a second signal cuts off what is in flight", extra=about("draining"))
-    await group.stop()
-    with anyio.move_on_after(group.end_s + END_S):
-        await anext(signals)
-        await group.stop()
-        await anyio.sleep(END_S)
-    group.kill()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(group.stop)
+        group.follow(await _newest(settings, environ))  # it says how long they may drain
+        with anyio.move_on_after(group.end_s + END_S):
+            await anext(signals)
+            tasks.start_soon(group.stop)
+            await anyio.sleep(END_S)
+        group.kill()
 
 
 async def _pass_hints_on(
     hints: AsyncIterator[signal.Signals], settings: Settings, environ: Mapping[str, str], group: WorkerGroup
 ) -> None:
     async for _ in hints:
-        await group.reread(_newest(settings, environ))
+        await group.reread(await _newest(settings, environ))
 
 
 async def _follow(settings: Settings, environ: Mapping[str, str], group: WorkerGroup) -> None:
@@ -335,10 +340,10 @@ async def _follow(settings: Settings, environ: Mapping[str, str], group: WorkerG
     while True:
         await anyio.sleep(LOOK_S)
         with suppress(OSError):  # it is being replaced
-            source = read(settings.path)
+            source = await in_thread(read, settings.path)
             if source == before and source != seen:
+                group.follow(await in_thread(_usable, settings, environ, source))
                 seen = source
-                group.follow(_usable(settings, environ, source))
             before = source
 
 
@@ -346,10 +351,10 @@ def _end_s(settings: Settings) -> float:
     return settings.document.shutdown.notice_s + settings.document.shutdown.drain_s
 
 
-def _newest(settings: Settings, environ: Mapping[str, str]) -> Settings | None:
+async def _newest(settings: Settings, environ: Mapping[str, str]) -> Settings | None:
     """Return what is in the file now, if workers started with `settings` can use it. They log any errors."""
     try:
-        return _usable(settings, environ, read(settings.path))
+        return await in_thread(_usable, settings, environ, await in_thread(read, settings.path))
     except OSError:
         return None
 
@@ -384,15 +389,6 @@ async def _report(process: Process) -> Report | None:
 def _kill(process: Process) -> None:
     with suppress(ProcessLookupError):
         process.kill()
-
-
-def _command() -> list[str]:
-    """Return the command for a worker that imports this process's code, not the current folder's."""
-    try:
-        flags = [] if os.getcwd() in sys.path else ["-P"]
-    except FileNotFoundError:  # it has been deleted
-        flags = ["-P"]
-    return [sys.executable, *flags, "-m", "gateway.worker"]
 
 
 def _manner(status: int) -> str:

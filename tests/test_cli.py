@@ -185,6 +185,22 @@ def test_explain_shows_whole_names(tmp_path: Path) -> None:
         assert [line for line in shown.splitlines() if f"{name}  all-the-replicas-in-eu-central-1 " in line]
 
 
+def test_explain_takes_it_that_a_backend_serves_what_it_is_said_to(tmp_path: Path) -> None:
+    document = {
+        "tokenizer": "approximate",
+        "backends": {"spark": {"url": "http://127.0.0.1:9001", "profile": "generic", "model": "org/gemma"}},
+        "pools": {"all": ["spark"]},
+        "models": {"gemma-4": {"classes": [{"class": "chat", "pools": ["all"]}]}},
+    }
+    file = tmp_path / "gateway.yaml"
+    file.write_text(json.dumps(document))
+
+    result = run("explain", "--config", str(file), "-", stdin=json.dumps(CHAT))
+
+    assert result.exit_code == 0, result.output
+    assert "spark" in result.output
+
+
 @pytest.mark.parametrize("repeated", [1, 400_000], ids=["fits", "fits nowhere"])
 @pytest.mark.parametrize("queue", [None, {}], ids=["in the process", "as a job"])
 def test_explain_of_a_request_whose_backends_are_away(tmp_path: Path, queue: object, repeated: int) -> None:
@@ -263,6 +279,22 @@ def test_a_url_that_is_none_is_a_sentence(command: list[str]) -> None:
     assert result.exit_code in {1, 2}
     assert isinstance(result.exception, SystemExit)
     assert "http://" in result.output
+
+
+SIMULATE = ["simulate", "--profile", "generic"]
+
+
+@pytest.mark.parametrize("written", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    "command",
+    [["demo", "--speed"], [*SIMULATE, "--speed"], [*SIMULATE, "--fault-seconds"]],
+    ids=lambda command: " ".join(command[::3]),
+)
+def test_a_number_that_is_not_finite_is_none(command: list[str], written: str) -> None:
+    result = run(*command, written)
+
+    assert result.exit_code == 2
+    assert command[-1] in result.output
 
 
 def test_explain_of_what_fits_nowhere_is_1() -> None:

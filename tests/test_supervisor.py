@@ -1,16 +1,21 @@
 """What keeps workers alive: when one is started again, and that nothing about one brings down the rest."""
 
+import json
 import logging
 import os
 import re
+import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.lowlevel
 import pytest
+from support.processes import until
 
 from gateway import settings, supervisor
 from gateway.core.errors import ConfigError, StartupBlocked
@@ -49,6 +54,16 @@ class Ends(logging.Handler):
         self.said.append(record.getMessage())
         if len(self.said) == self._enough:
             self.enough.set()
+
+
+@pytest.fixture
+def ended() -> Iterator[Ends]:
+    """What is said of workers that ended, one at least."""
+    heard = Ends(1)
+    log = logging.getLogger("gateway.supervisor")
+    log.addHandler(heard)
+    yield heard
+    log.removeHandler(heard)
 
 
 def script(folder: Path, *lines: str) -> str:
@@ -147,6 +162,50 @@ async def test_how_long_a_worker_that_is_told_to_stop_may_take(
         assert await supervisor.serve(settings.load(path, {}), {}, 1, "info", ready=ready) == status
     assert ("worker 0 did not stop when told to: killed" in caplog.text) == (drain_s < 1)
     assert ("instead of draining" in caplog.text) == (status == 1)
+
+
+UNREAD = "#" * 1_000_000
+"""A configuration that no pipe holds: a worker that does not read cannot be told anything more."""
+
+
+async def test_a_worker_that_is_frozen_before_it_has_read_its_order_does_not_keep_the_gateway_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "END_S", 0.0)
+    monkeypatch.setattr(sys, "executable", script(tmp_path, "kill -TERM $PPID", "exec sleep 60"))
+    sections = "shutdown: {drain_s: 0.01}", "store: redis://127.0.0.1:9", "reload: {watch: false}", UNREAD
+    loaded = settings.load(configured(tmp_path, *sections), {})
+
+    with anyio.fail_after(20):
+        assert await supervisor.serve(loaded, {}, 1, "info", ready=lambda serving: None) == 1
+    assert "worker 0 did not stop when told to: killed" in caplog.text
+
+
+async def test_a_frozen_worker_does_not_keep_the_others_from_being_told_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Ends
+) -> None:
+    lines = (
+        "for number; do :; done",
+        f"touch {tmp_path}/$number",
+        "[ $number = 0 ] && exec sleep 60",
+        "read order",
+        "head -c 1 >/dev/null",
+        "exit 3",
+    )
+    monkeypatch.setattr(sys, "executable", script(tmp_path, *lines))
+
+    async def both_run() -> bool:
+        return (tmp_path / "0").exists() and (tmp_path / "1").exists()
+
+    with bind("127.0.0.1", 0) as listen, anyio.fail_after(20):
+        group = WorkerGroup(600.0, never_ready)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.run, Order(0, 2, "gateway.yaml", UNREAD, "info", listen.fileno(), None))
+            await until(both_run)
+            tasks.start_soon(group.stop)
+            await ended.enough.wait()
+            group.kill()
+    assert ended.said[0] == "worker 1 ended (status 3) instead of draining"
 
 
 async def test_a_stop_reaches_a_worker_at_any_moment_of_its_start(
@@ -254,6 +313,77 @@ async def test_a_worker_that_cannot_use_its_configuration_later_does_not_end_the
     assert second == "worker 0 ended (status 2: it is wrong): started again in 1 s"
 
 
+async def test_a_worker_that_is_started_later_gets_what_the_file_says_then_if_it_is_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "LOOK_S", 0.01)
+    monkeypatch.setattr(keeper, "PAUSE_S", 0.02)
+    monkeypatch.setattr(keeper, "PAUSE_MAX_S", 0.02)
+    orders, better = tmp_path / "orders", tmp_path / "better.yaml"
+    path = configured(tmp_path, "shutdown: {drain_s: 1}", "store: redis://127.0.0.1:9")
+    started = path.read_text()
+    better.write_text(started.replace("drain_s: 1", "drain_s: 7"))
+    lines = (
+        "read -r order",
+        f"printf '%s\\n' \"$order\" >> {orders}",
+        "echo '{}'",
+        f"[ $(wc -l < {orders}) = 5 ] && cp {better} {path}",
+        'case "$order" in *"drain_s: 7"*) kill -TERM $PPID; head -c 1 >/dev/null; exit 0; esac',
+        "exit 7",
+    )
+    monkeypatch.setattr(sys, "executable", script(tmp_path, *lines))
+
+    def ready(serving: supervisor.Serving) -> None:
+        path.write_text(started.replace("drain_s: 1", "drain_s: of a while"))
+
+    with anyio.fail_after(30):
+        assert await supervisor.serve(settings.load(path, {}), {}, 1, "info", ready=ready) == 0
+    received = [json.loads(order) for order in orders.read_text().splitlines()]
+    assert {order["source"] for order in received} == {started}
+    assert {order["changed"] for order in received} == {None, better.read_text()}
+
+
+class Slow(dict[str, str]):
+    """An environment that keeps whoever examines a configuration waiting until something can be read."""
+
+    def __init__(self, awaited: int, begun: Callable[[], None]) -> None:
+        super().__init__(DRAIN="60")
+        self._awaited = awaited
+        self._begun = begun
+        self.in_vain = False
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a variable; see `os.environ`."""
+        self._begun()
+        self.in_vain |= not select.select([self._awaited], [], [], 5.0)[0]
+        return super().get(name, default)
+
+
+@pytest.mark.parametrize("watch", ["true", "false"])
+async def test_a_stop_is_not_held_up_by_a_file_that_takes_long_to_examine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watch: str
+) -> None:
+    monkeypatch.setattr(supervisor, "LOOK_S", 0.01)
+    told = tmp_path / "told"
+    os.mkfifo(told)
+    awaited = os.open(told, os.O_RDONLY | os.O_NONBLOCK)
+    lines = "read order", "echo '{}'", "head -c 1 >/dev/null", f"echo > {told}"
+    monkeypatch.setattr(sys, "executable", script(tmp_path, *lines))
+    path = configured(tmp_path, "store: redis://127.0.0.1:9", f"reload: {{watch: {watch}}}")
+    stop = partial(os.kill, os.getpid(), signal.SIGTERM)
+    slow = Slow(awaited, stop if watch == "true" else lambda: None)
+
+    def ready(serving: supervisor.Serving) -> None:
+        path.write_text(path.read_text() + '\nshutdown: {drain_s: "${DRAIN}"}')
+        if watch == "false":
+            stop()
+
+    with anyio.fail_after(20):
+        assert await supervisor.serve(settings.load(path, {}), slow, 1, "info", ready=ready) == 0
+    os.close(awaited)
+    assert not slow.in_vain
+
+
 def test_how_long_workers_may_drain_can_change(tmp_path: Path) -> None:
     path = configured(tmp_path, "shutdown: {drain_s: 7, notice_s: 1}")
     group = WorkerGroup(6.0, lambda urls: None)
@@ -264,16 +394,3 @@ def test_how_long_workers_may_drain_can_change(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("drain_s: 7", "drain_s: 1"))
     group.follow(settings.load(path, {}))
     assert group.end_s == 8.0  # some may still drain by the one before
-
-
-def test_workers_may_be_started_in_a_folder_that_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-
-    group = WorkerGroup(600.0, lambda urls: None)
-
-    assert "-P" in group.command

@@ -433,8 +433,8 @@ class Waiting:
             target. 1 suits documents, because callers do not expect a prefill of 200,000 tokens to be
             immediate. Higher values favor short prompts when there is not enough time for all, so that more
             callers are served.
-        waiting_max: Maximum number of queued requests of the class.
-        waiting_bytes_max: Maximum total bytes held by them.
+        waiting_max: Maximum number of queued requests of the class; twice that for keys with none queued.
+        waiting_bytes_max: Maximum total bytes held by them; likewise.
         when_late: Whether late requests are refused or demoted.
         demoted_wait_s: Maximum total wait of a demoted request. None: twice `max_wait_s`, and at least a
             minute.

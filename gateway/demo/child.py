@@ -58,7 +58,9 @@ def _gateway() -> Callable[[Mapping[str, Any]], None]:
     import gateway.settings  # noqa: F401 - both are loaded while the fleet starts
 
     def run(order: Mapping[str, Any]) -> None:
-        sys.argv = ["gemma-gateway", "serve", "--config", order["config"], "--log-level", "warning"]
+        config = order["config"]
+        # What the environment says of workers is about other gateways: the demo asks one for every decision.
+        sys.argv = ["gemma-gateway", "serve", "--config", config, "--log-level", "warning", "--workers", "1"]
         runpy.run_module("gateway", run_name="__main__")
 
     return run

@@ -4,6 +4,8 @@ import sys
 
 import rich_click as click
 
+from gateway.commands import Number
+
 
 @click.command()
 @click.option(
@@ -13,7 +15,7 @@ import rich_click as click
     "--speed",
     default=10.0,
     show_default=True,
-    type=click.FloatRange(min=1, max=100),
+    type=Number(min=1, max=100),
     help="GPU seconds per second of the clock. 1 is real time.",
 )
 @click.option(

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import sys
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -17,6 +16,7 @@ import httpx
 from anyio.abc import ByteReceiveStream, Process, TaskGroup
 from anyio.streams.text import TextReceiveStream
 
+from gateway import interpreters
 from gateway.demo.site import BOX, BOXED, PROFILES, config_text, keeps_jobs
 
 START_S = 60.0
@@ -201,7 +201,7 @@ async def _child(role: str, tasks: TaskGroup, lost: Callable[[str], None]) -> As
     # A session of its own: Ctrl-C is for the demo, which then stops its children in order. If the demo is
     # killed instead, the end of its pipe tells them.
     process = await anyio.open_process(
-        [sys.executable, "-m", "gateway.demo.child", role],
+        [*interpreters.command("gateway.demo.child"), role],
         start_new_session=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )

@@ -99,7 +99,8 @@ class Demo:
                     await self._run()
                 tasks.cancel_scope.cancel()
         except* StartError as group:
-            self._story.problems.append(str(_first(group)))
+            if not self._is_lost:  # or it has been told
+                self._story.problems.append(str(_first(group)))
             self._concluded = False
         if self._interrupted and not self._concluded:
             self._complain("interrupted")

@@ -185,12 +185,7 @@ def _backend(gauge: Gauge, speed: float, width: int) -> Text:
     pace = "" if rate is None else f"{rate:,.0f}" if rate >= 9.95 or rate == 0 else f"{rate:.1f}"
     state = STATE_STYLES.get(gauge.state, "yellow")
     quiet = "dim" if not gauge.in_flight else ""
-    line = _line(
-        width,
-        Cell(gauge.name, 8, "bold"),
-        Cell(gauge.state, 9, state),
-    )
-    line.right_crop(width - 20)
+    line = _line(20, Cell(gauge.name, 8, "bold"), Cell(gauge.state, 9, state))
     line.append_text(_bar(gauge.knee_used, bar))
     rest = _line(
         width - 20 - bar,

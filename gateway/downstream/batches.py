@@ -112,7 +112,7 @@ class Batches:
     async def _create(self, key: str | None, request: Request[Any, Any, Any]) -> Batch:
         check_encoding(request.headers.get("content-encoding"))
         try:
-            body = await read_body(request.scope, request.receive, self._limits, self._uploads)
+            body = await read_body(request.scope, request.receive, self._limits, self._uploads, key)
         except CallerGone:
             raise InvalidRequest("The request broke off.") from None  # not received: the caller is gone
         members = _members(body)

@@ -206,11 +206,11 @@ class DirectCall(HttpDownstream):
 
     def took(self, size: int) -> None:
         """Account for received bytes of the body."""
-        uploads = self._chats.uploads
         self.received += size
-        uploads.bytes += size
-        if uploads.bytes > self._chats.limits.together_max:
-            self.give_up(OutOfResources("Too much is being uploaded at once. Please retry.", retry_after_s=5))
+        try:
+            self._chats.uploads.take(size, self.head.key, self._chats.limits.together_max)
+        except OutOfResources as failure:
+            self.give_up(failure)
 
     def begin(self) -> None:
         """Start answering: the body is complete, or was given up."""
@@ -241,11 +241,11 @@ class DirectCall(HttpDownstream):
         """See `Call.downstream`."""
         return self
 
-    async def body(self, limits: BodyLimits, uploads: Uploads) -> bytes:
+    async def body(self, limits: BodyLimits, uploads: Uploads, key: str | None) -> bytes:
         """See `Call.body`."""
         parts, self.parts = self.parts, []
         receiver, self.receiver = self.receiver, None
-        uploads.bytes -= self.received
+        uploads.release(self.received, key)
         self.received = 0
         if self._failure is not None:
             raise self._failure
@@ -273,8 +273,9 @@ class DirectCall(HttpDownstream):
         except Exception:
             log.exception("a request failed inside the gateway", extra=about("internal_error"))
         finally:
-            self._chats.uploads.bytes -= self.received
-            self.received = 0
+            if self.received:
+                self._chats.uploads.release(self.received, self.head.key)
+                self.received = 0
             if not self.response_complete:
                 self._write_head()
                 self._transport.close()

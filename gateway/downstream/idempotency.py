@@ -16,6 +16,7 @@ from gateway.core.errors import (
     GatewayError,
     IdempotencyInProgress,
     IdempotencyKeyReused,
+    OutOfResources,
     StoreUnavailable,
 )
 from gateway.core.idempotency import HEADER, IdempotencyClaim, KeyState, StoredAnswer, fingerprint, read_key
@@ -38,6 +39,9 @@ a row may fail (docs/idempotency.md)."""
 RECORDED_BYTES_MAX = 256 * 1024 * 1024
 """Maximum memory for all answers being recorded; further ones are not stored. A choice: 32 of the largest by
 default (`idempotency.max_answer_bytes`)."""
+
+REPLAYED_BYTES_MAX = 256 * 1024 * 1024
+"""Maximum memory for all answers being replayed, which callers may read slowly; one more is refused."""
 
 PIECE_BYTES = 64 * 1024
 """Size of the writes of a stored answer, which is the most that is buffered for a slow caller. A choice: few
@@ -67,6 +71,7 @@ class IdempotentRequests:
         """Store answers as `rules` say; report replayed requests to `recorder`."""
         self.rules = rules
         self.recorded_bytes = 0  # of all answers being recorded
+        self.replayed_bytes = 0  # of all answers being replayed
         self._readers = readers
         self._recorder = recorder
         self._clock = clock
@@ -116,19 +121,32 @@ class IdempotentRequests:
             raise failure
 
     async def _replay(self, received: Received, answer: StoredAnswer, downstream: HttpDownstream) -> None:
-        """Send a stored answer."""
-        arrival, ending = received.arrival, Ending.LEFT
+        """Send a stored answer.
+
+        Raises:
+            OutOfResources: too many are being sent already.
+        """
+        arrival, ending, status, code = received.arrival, Ending.LEFT, LEFT_STATUS, ""
+        size, others = len(answer.body), self.replayed_bytes
+        self.replayed_bytes += size
         try:
+            if others and others + size > REPLAYED_BYTES_MAX:
+                message = "Too many stored answers are being sent at once. Please retry."
+                raise OutOfResources(message, retry_after_s=5)
             await downstream.start(answer.status, _headers_again(answer, arrival.id))
             for start in range(0, len(answer.body), PIECE_BYTES):
                 with while_caller_reads():
                     await downstream.send(answer.body[start : start + PIECE_BYTES])
             await downstream.finish()
             ending = Ending.REPLAYED
+        except OutOfResources as error:
+            ending, status, code = Ending.of(error), error.status, error.code
+            raise
         finally:
-            status = answer.status if downstream.is_started else LEFT_STATUS
+            self.replayed_bytes -= size
+            status = answer.status if downstream.is_started else status
             self._recorder.finished(
-                arrival_record(arrival, received.key, ending, status, "", self._clock.now())
+                arrival_record(arrival, received.key, ending, status, code, self._clock.now())
             )
 
 

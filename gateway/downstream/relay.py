@@ -19,6 +19,10 @@ FINISH_S = 30.0
 """How long the end of a body may wait for a caller that does not read. A choice: the backend has finished."""
 
 
+KEY_SHARE = 0.75
+"""Share of the memory for bodies being received that those of one API key may take."""
+
+
 class CallerGone(Exception):
     """The caller disconnected before its body was complete."""
 
@@ -91,13 +95,13 @@ class Call(Protocol):
     def downstream(self) -> HttpDownstream:
         """Where to send the answer."""
 
-    async def body(self, limits: "BodyLimits", uploads: "Uploads") -> bytes:
-        """Return its body.
+    async def body(self, limits: "BodyLimits", uploads: "Uploads", key: str | None) -> bytes:
+        """Return its body. `key`: name of the caller's API key, or None if no keys are configured.
 
         Raises:
             BodyTooLarge: it exceeds the limit; detected by its Content-Length if it has one.
             RequestTimeout: it was not complete in time.
-            OutOfResources: all bodies being received have reached their memory limit.
+            OutOfResources: all bodies being received, or those of this key, have reached their limit.
             CallerGone: the caller disconnected.
         """
 
@@ -144,9 +148,9 @@ class AsgiCall:
         self._scope = scope
         self._receive = receive
 
-    async def body(self, limits: "BodyLimits", uploads: "Uploads") -> bytes:
+    async def body(self, limits: "BodyLimits", uploads: "Uploads", key: str | None) -> bytes:
         """See `Call.body`."""
-        return await read_body(self._scope, self._receive, limits, uploads)
+        return await read_body(self._scope, self._receive, limits, uploads, key)
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> None:
         """See `Call.run`."""
@@ -165,6 +169,8 @@ class BodyLimits:
 class Uploads:
     """Accounts for the bodies being received, so that slow callers cannot fill the memory.
 
+    One API key gets no more than `KEY_SHARE` of it, so that it cannot lock out the others.
+
     Attributes:
         bytes: Their total size so far.
         reserved_bytes: Memory allocated for bodies received into a single buffer (body_receiver.py).
@@ -176,6 +182,26 @@ class Uploads:
         self.bytes = 0
         self.reserved_bytes = 0
         self.calls = 0
+        self._bytes_of: dict[str, int] = {}
+
+    def take(self, size: int, key: str | None, most: int) -> None:
+        """Count bytes received from a caller with that API key; they remain counted if this raises.
+
+        Raises:
+            OutOfResources: these are too many, `most` being the limit for all.
+        """
+        self.bytes += size
+        of_key = 0
+        if key is not None:
+            of_key = self._bytes_of[key] = self._bytes_of.get(key, 0) + size
+        if self.bytes > most or of_key > KEY_SHARE * most:
+            raise OutOfResources("Too much is being uploaded at once. Please retry.", retry_after_s=5)
+
+    def release(self, size: int, key: str | None) -> None:
+        """Count bytes no longer."""
+        self.bytes -= size
+        if key is not None:
+            self._bytes_of[key] = self._bytes_of.get(key, 0) - size
 
 
 def announced_bytes(digits: bytes | str) -> int:
@@ -199,13 +225,15 @@ def check_encoding(written: str | None) -> None:
         )
 
 
-async def read_body(scope: Scope, receive: Receive, limits: BodyLimits, uploads: Uploads) -> bytes:
-    """Return the request body.
+async def read_body(
+    scope: Scope, receive: Receive, limits: BodyLimits, uploads: Uploads, key: str | None
+) -> bytes:
+    """Return the request body of a caller with that API key.
 
     Raises:
         BodyTooLarge: it exceeds the limit; detected by its Content-Length if it has one.
         RequestTimeout: it was not complete in time.
-        OutOfResources: all bodies being received have reached their memory limit.
+        OutOfResources: all bodies being received, or those of this key, have reached their limit.
         CallerGone: the caller disconnected.
     """
     announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
@@ -221,15 +249,13 @@ async def read_body(scope: Scope, receive: Receive, limits: BodyLimits, uploads:
                     raise CallerGone
                 part = message["body"]
                 size += len(part)
-                uploads.bytes += len(part)
+                uploads.take(len(part), key, limits.together_max)
                 if size > limits.bytes_max:
                     raise _too_large(limits.bytes_max)
-                if uploads.bytes > limits.together_max:
-                    raise OutOfResources("Too much is being uploaded at once. Please retry.", retry_after_s=5)
                 parts.append(part)
                 more = message["more_body"]
     finally:
-        uploads.bytes -= size
+        uploads.release(size, key)
     if limit.cancelled_caught:
         raise RequestTimeout(f"The request body was not complete within {limits.within_s:g} s.")
     return parts[0] if len(parts) == 1 else b"".join(parts)

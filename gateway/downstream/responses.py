@@ -6,7 +6,8 @@ completion, is translated event by event, and stored if requested.
 
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ from litestar.params import FromPath
 from litestar.response import Stream
 
 from gateway.core.errors import (
+    BodyTooLarge,
     CallerError,
     GatewayError,
     InvalidRequest,
@@ -106,7 +108,10 @@ def _is_half_a_call(item: Item) -> bool:
 
 @dataclass(slots=True)
 class Found:
-    """The stored context of a request: its conversation, items by id, and the records of both."""
+    """The stored context of a request: its conversation, items by id, and what both were decoded from.
+
+    `records` has an item as often as the request refers to it, since each reference becomes a copy.
+    """
 
     context: Sequence[Item] = ()
     stored: dict[str, Item] = field(default_factory=dict)
@@ -123,16 +128,21 @@ class Responses:
         keys: KeyRing,
         rules: wire.WireRules,
         readers: BodyReaders,
+        body_bytes_max: int,
         retention: ResponseRetention,
         idempotency: IdempotentRequests,
         background: Background | None,
         clock: Clock,
     ) -> None:
-        """Serve responses with `pipeline`, and background ones with `background`, if there is one."""
+        """Serve responses with `pipeline`, and background ones with `background`, if there is one.
+
+        `body_bytes_max` limits a request together with everything stored that it refers to.
+        """
         self._pipeline = pipeline
         self._keys = keys
         self._rules = rules
         self._readers = readers
+        self._body_bytes_max = body_bytes_max
         self._retention = retention
         self._idempotency = idempotency
         self._background = background
@@ -190,7 +200,7 @@ class Responses:
         members: Mapping[str, Any],
         token: str,
     ) -> "ResponseRequest":
-        found = await self._look_up(received.key, needs(members, self._rules.messages_max))
+        found = await self._look_up(received, needs(members, self._rules.messages_max))
         return await self._readers.run(
             lambda: _translated(received, self._rules, raws, members, token, found),
             received.body,
@@ -257,23 +267,37 @@ class Responses:
     async def _job(self, key: str | None, id: str) -> Job | None:
         return None if self._background is None else await self._background.get(key, id)
 
-    async def _look_up(self, key: str | None, wanted: Needs) -> Found:
-        """Return the conversation that a request continues, and the stored items it refers to."""
-        found = Found()
+    async def _look_up(self, received: Received, wanted: Needs) -> Found:
+        """Return the conversation that a request continues, and the stored items it refers to.
+
+        Raises:
+            BodyTooLarge: a chat with all of it would be larger than a body may be.
+        """
+        key, found = received.key, Found()
         if wanted.previous is not None:
             record = await self._record(key, wanted.previous, "previous_response_id")
-            found.records.append(record)
+            self._add(found, [record], received)
             found.context = (await self._opened(record)).items()
-        homes = {home for item in wanted.items if (home := home_of(item)) is not None}
+        uses = Counter(wanted.items)
+        homes = {home for item in uses if (home := home_of(item)) is not None}
         if len(homes) > REFERENCES_MAX:
             message = f"`input` refers to items of more than {REFERENCES_MAX} responses."
             raise InvalidRequest(message, code="too_many_items", param="input")
         for home in homes:
+            items: Sequence[tuple[Item, bytes]] = ()
             with suppress(CallerError):  # it is not kept, or has no items yet
                 kept = await self._record(key, home)
-                found.records.append(kept)
-                found.stored |= {item["id"]: item for item in (await self._opened(kept)).items()}
+                items = await self._readers.run(partial(_named, kept, uses), kept)
+            for item, written in items:
+                self._add(found, [written] * uses[item["id"]], received)
+                found.stored[item["id"]] = item
         return found
+
+    def _add(self, found: Found, records: Sequence[bytes], received: Received) -> None:
+        found.records += records
+        if len(received.body) + sum(map(len, found.records)) > self._body_bytes_max:
+            message = f"With the responses it refers to, it is larger than {self._body_bytes_max} bytes."
+            raise BodyTooLarge(message)
 
     async def _record(self, key: str | None, id: str, param: str | None = None) -> bytes:
         record = await self._retention.store.get(key, id)
@@ -288,7 +312,7 @@ class Responses:
         return record
 
     async def _opened(self, record: bytes) -> StoredConversation:
-        return await self._readers.run(lambda: msgspec.json.decode(record, type=StoredConversation), record)
+        return await self._readers.run(partial(_conversation_in, record), record)
 
     # -------------------------------------------------------------- stored responses
 
@@ -365,6 +389,16 @@ class Responses:
 
         headers = {name.decode(): value.decode() for name, value in SSE_HEADERS}
         return Stream(frames(), headers=headers, media_type="text/event-stream; charset=utf-8")
+
+
+def _conversation_in(record: bytes) -> StoredConversation:
+    return msgspec.json.decode(record, type=StoredConversation)
+
+
+def _named(record: bytes, ids: Container[str]) -> list[tuple[Item, bytes]]:
+    """Return the items with these ids in a record, each with its JSON."""
+    items = {item["id"]: item for item in _conversation_in(record).items() if item["id"] in ids}
+    return [(item, msgspec.json.encode(item)) for item in items.values()]
 
 
 def _wants_stream(query: Mapping[str, Any]) -> bool:

@@ -36,6 +36,7 @@ from gateway.downstream.keys import KeyRing
 from gateway.downstream.operator_guard import OperatorGuard
 from gateway.downstream.operator_json import indented
 from gateway.downstream.origins import Origins
+from gateway.downstream.outgoing import Outgoing
 from gateway.downstream.reading import BodyReaders, Read, Received, Work
 from gateway.downstream.relay import AsgiCall, BodyLimits
 from gateway.downstream.responses import PATH as RESPONSES
@@ -104,6 +105,7 @@ class Applications:
             keys=keys,
             rules=rules,
             readers=readers,
+            body_bytes_max=limits.bytes_max,
             retention=retention,
             idempotency=self._idempotency,
             background=background,
@@ -205,7 +207,7 @@ class Applications:
             exception_handlers=EXCEPTION_HANDLERS,
             after_request=_with_id,
         )
-        return CrossOrigin(Drained(HeadAsGet(app), self.serving), self._origins)
+        return CrossOrigin(Drained(Outgoing(HeadAsGet(app)), self.serving), self._origins)
 
     async def _read_chat(self, chat_jobs: ChatJobs, relayed: Relayed, received: Received) -> Work:
         """Return the work that answers a chat, with jobs enabled.

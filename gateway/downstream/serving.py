@@ -173,7 +173,7 @@ class Serving:
             work = await read(
                 Received(
                     arrival,
-                    await call.body(self.limits, self.uploads),  # not held here: `work` may release it
+                    await call.body(self.limits, self.uploads, key),  # not held here: `work` may release it
                     key,
                     head.headers,
                     head.forwarded,

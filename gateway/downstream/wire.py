@@ -78,6 +78,9 @@ _PARTS = frozenset(
         "input_audio",
     }
 )
+_UNCOUNTED = frozenset({"video_url", "image_embeds", "audio_embeds", "image_pil"})
+"""Keys by which vLLM takes a part for what it does not say, if it has no `type` or has a `uuid`."""
+
 _BOM = b"\xef\xbb\xbf"
 _ASIDE = frozenset(
     {"tools", "stream_options", "chat_template_kwargs", "reasoning_effort", "mm_processor_kwargs"}
@@ -748,9 +751,12 @@ def _parts(content: Sequence[object], where: str, rules: WireRules) -> tuple[lis
 def _known_part(part: object, where: str) -> Mapping[str, Any]:
     if not isinstance(part, Mapping):
         raise InvalidRequest("A part of a message must be an object.", param=where)
-    kind = part.get("type", "")
-    if "video_url" in part or not isinstance(kind, str) or kind not in _PARTS:
+    kind = min(_UNCOUNTED.intersection(part), default=part.get("type", ""))
+    if not isinstance(kind, str) or kind not in _PARTS:
         message = f"Parts of type {str(kind)[:40]!r} are not supported."
+        raise InvalidRequest(message, code="unsupported_content", param=where)
+    if part.get("uuid") is not None:  # vLLM would use what came under it before, from whichever caller
+        message = "A `uuid` of a part is not supported: send its content."
         raise InvalidRequest(message, code="unsupported_content", param=where)
     return part
 

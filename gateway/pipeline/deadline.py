@@ -59,7 +59,7 @@ class Deadlines:
         if self._timer is not None:
             self._timer.cancel()
         self.at = at
-        self._timer = self.loop.call_at(max(at, 0.0), self._look)
+        self._timer = self.loop.call_at(at, self._look)
 
     def _look(self) -> None:
         """End the blocks whose deadline has passed, and look again when the next one will."""

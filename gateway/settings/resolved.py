@@ -1,5 +1,6 @@
 """A validated configuration: the settings that `app.py` reads."""
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from gateway.core.values import Policy
 from gateway.core.webhooks import WebhookEndpoint, read_secret
 from gateway.settings.addresses import Address, address, overlap
 from gateway.settings.document import Document
+from gateway.settings.files import file_fault
 from gateway.settings.policies import policy_of
 from gateway.settings.problems import Finding, Problem
 from gateway.settings.secrets import SecretMissing, SecretRef, carried, digest
@@ -318,8 +320,8 @@ class Settings:
 
     def _unmet_files(self) -> Iterator[Problem]:
         for path, file in self._files():
-            if not file.is_file():
-                yield self.problem(path, f"there is no file {file}")
+            if fault := file_fault(file):
+                yield self.problem(path, fault)
         for name in self.document.backends:
             tls = self.tls(name)
             own = replace(tls, ca_file=None)
@@ -329,12 +331,21 @@ class Settings:
         if self.store is not None:
             for fault in store_faults(self.store.url):
                 yield self.problem(("store", "url"), fault)
-        if self.jobs_folder is not None and self.jobs is not None and _is_homeless(self.jobs.data_dir):
-            yield self.problem(
-                ("jobs", "data_dir"), f"there is no home directory {Path(self.jobs.data_dir).parts[0]}"
-            )
-        if self.decisions_file is not None and not self.decisions_file.parent.is_dir():
-            yield self.problem(("decisions", "file"), f"there is no folder {self.decisions_file.parent}")
+        yield from self._unmet_folders()
+
+    def _unmet_folders(self) -> Iterator[Problem]:
+        if self.jobs_folder is not None and self.jobs is not None:
+            place = "jobs", "data_dir"
+            if _is_homeless(self.jobs.data_dir):
+                yield self.problem(place, f"there is no home directory {Path(self.jobs.data_dir).parts[0]}")
+            elif os.path.exists(self.jobs_folder) and not os.path.isdir(self.jobs_folder):
+                yield self.problem(place, f"{self.jobs_folder} is not a folder")
+        if self.decisions_file is not None:
+            place = "decisions", "file"
+            if not os.path.isdir(self.decisions_file.parent):
+                yield self.problem(place, f"there is no folder {self.decisions_file.parent}")
+            elif os.path.isdir(self.decisions_file):
+                yield self.problem(place, f"{self.decisions_file} is a folder")
 
     def _secrets(self) -> Iterator[tuple[TreePath, SecretRef]]:
         for name, backend in self.document.backends.items():

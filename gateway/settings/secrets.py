@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from gateway.settings.files import read
+
 
 class SecretMissing(Exception):
     """A named secret does not exist. The message contains its name, never a value."""
@@ -22,7 +24,7 @@ class SecretRef:
         """Return the secret, without a trailing line break, or the byte order mark that some editors write.
 
         Raises:
-            SecretMissing: the variable or file does not exist, is empty, or is not text.
+            SecretMissing: the variable or regular file does not exist, is empty, or is not text.
         """
         if self.env is not None:
             secret = environ.get(self.env, "").strip()
@@ -32,7 +34,7 @@ class SecretRef:
                 raise SecretMissing(f"environment variable {self.env} is not text")
             return secret
         try:
-            secret = (self.file or Path()).read_text(encoding="utf-8-sig").strip()
+            secret = read(self.file or Path()).decode("utf-8-sig").strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not text"
             raise SecretMissing(f"{self.file} cannot be read: {reason}") from error

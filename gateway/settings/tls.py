@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
+from gateway.settings.files import file_fault
+
 
 @dataclass(frozen=True, slots=True)
 class BackendTls:
@@ -60,8 +62,8 @@ def _no_password() -> str:
 
 
 def tls_fault(tls: BackendTls) -> str:
-    """Return what is wrong with the files of TLS settings; "" if they are usable or do not all exist."""
-    if not tls.files or not all(file.is_file() for file in tls.files):
+    """Return what is wrong with the files of TLS settings; "" if they are usable or cannot all be read."""
+    if not tls.files or any(map(file_fault, tls.files)):
         return ""
     try:
         tls.context()
@@ -80,8 +82,8 @@ def store_faults(url: str) -> Iterator[str]:
         if option in options
     }
     for option, file in files.items():
-        if not file.is_file():
-            yield f"{option}: there is no file {file.absolute()}"
+        if fault := file_fault(file.absolute()):
+            yield f"{option}: {fault}"
     own = BackendTls(None, True, files.get("ssl_certfile"), files.get("ssl_keyfile"))
     for tls in (BackendTls(files.get("ssl_ca_certs"), True), own):
         if "ssl_password" not in options and (fault := tls_fault(tls)):

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import rich_click as click
 
-from gateway.commands import fail
+from gateway.commands import Number, fail
 from gateway.exiting import USAGE
 from gateway.simulator.box_options import BOOT_S, Boot, BoxOptions, profile
 from gateway.simulator.command import answer_tokens_option, host_option, speed_option, thought_tokens_option
@@ -19,7 +19,7 @@ _SPARK = ("gemma=spark-nvfp4", "qwen=qwen")
 
 
 def _seconds_option(name: str, default: float, help: str) -> Callable[[Command], Command]:
-    seconds = click.FloatRange(min=0)
+    seconds = Number(min=0)
     return click.option(f"--{name}", f"{name}_s", default=default, show_default=True, type=seconds, help=help)
 
 
@@ -68,7 +68,7 @@ def _seconds_option(name: str, default: float, help: str) -> Callable[[Command],
     "--fail-chance",
     default=0.0,
     show_default=True,
-    type=click.FloatRange(0, 1),
+    type=Number(0, 1),
     help="Probability that any further boot fails.",
 )
 @click.option(
@@ -175,7 +175,7 @@ def simulate_box(
     "--timeout",
     default=900.0,
     show_default=True,
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     help="Seconds to wait.",
 )
 @click.argument("order", type=click.Choice(["start", "stop"]))

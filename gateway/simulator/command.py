@@ -5,7 +5,7 @@ from contextlib import suppress
 import rich_click as click
 
 from gateway import open_files, tcp
-from gateway.commands import fail
+from gateway.commands import Number, fail
 from gateway.exiting import USAGE
 from gateway.simulator.options import Fault, FaultOrder, Quirk, SimulatorOptions
 
@@ -14,7 +14,7 @@ speed_option = click.option(
     "--speed",
     default=1.0,
     show_default=True,
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     help="Engine seconds per second of the clock. All other durations are engine time.",
 )
 answer_tokens_option = click.option(
@@ -89,7 +89,7 @@ def _list_profiles(context: click.Context, _: click.Parameter, profile: str) -> 
 @click.option("--seed", default=0, show_default=True, help="Seed for its texts and their lengths.")
 @click.option(
     "--accept",
-    type=click.FloatRange(min=1),
+    type=Number(min=1),
     help="Tokens per step with speculative decoding, if not the profile's.",
 )
 @click.option(
@@ -99,7 +99,7 @@ def _list_profiles(context: click.Context, _: click.Parameter, profile: str) -> 
     "--shutdown-timeout",
     default=0.0,
     show_default=True,
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     help="Seconds that running answers get after SIGTERM; 0 cuts them off, as vLLM does.",
 )
 @answer_tokens_option
@@ -110,9 +110,7 @@ def _list_profiles(context: click.Context, _: click.Parameter, profile: str) -> 
     help="Simulate this fault. POST /simulator/fault changes it.",
 )
 @click.option("--fault-count", type=click.IntRange(min=1), help="Number of requests affected. [default: all]")
-@click.option(
-    "--fault-seconds", type=click.FloatRange(min=0), help="How long faults like refuse and hang last."
-)
+@click.option("--fault-seconds", type=Number(min=0), help="How long faults like refuse and hang last.")
 @click.option("--fault-after", default=3, show_default=True, help="Events a stream sends before it breaks.")
 @click.option(
     "--quirk",

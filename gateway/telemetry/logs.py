@@ -108,6 +108,14 @@ class _HumanFormatter(logging.Formatter):
         who = "" if worker is None else f"worker {worker}: "
         super().__init__(f"%(asctime)s %(levelname)-7s {who}%(message)s", "%H:%M:%S")
 
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Format the line without any traceback.
+
+        It may contain a backend's words, which must neither control the terminal nor look like another line.
+        """
+        lines = super().formatMessage(record).split("\n")
+        return "\n  ".join("".join(char if char.isprintable() else " " for char in line) for line in lines)
+
     def format(self, record: logging.LogRecord) -> str:
         kept_back = getattr(record, "kept_back", 0)
         return super().format(record) + (f" (and {kept_back} earlier lines like this)" if kept_back else "")

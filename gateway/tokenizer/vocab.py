@@ -224,8 +224,7 @@ def _ranks(vocab: Mapping[str, int], merges: Sequence[str | Sequence[str]]) -> d
     characters = [entry.encode() for entry in vocab if len(entry) == 1 and entry != _SPACE and entry > "\x7f"]
     for length in (2, 3, 4):
         for encoded in characters:
-            if len(encoded) >= length:
-                ranks.setdefault(encoded[:length], len(ranks))
+            ranks.setdefault(encoded[:length], len(ranks))
     for merge in merges:
         left, right = merge.split(" ") if isinstance(merge, str) else merge
         ranks.setdefault((left + right).replace(_SPACE, " ").encode(), len(ranks))
@@ -326,7 +325,7 @@ def _assemble(path: Path, sha256: str, contents: _Contents) -> Vocabulary:
             longest = max(longest, len(text))
             if len(text) == 1:
                 characters.add(text)
-        elif len(token) > 1:
+        else:
             prefixes.add(token)
     vocabulary = Vocabulary(
         path=path,

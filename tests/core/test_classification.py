@@ -78,6 +78,27 @@ def test_the_first_class_that_matches_wins(request_: Request, tokens: int, name:
     assert (matched[0].name, matched[1]) == (name, reason)
 
 
+def test_the_reason_names_every_condition_that_holds() -> None:
+    when = When(
+        prompt_tokens=(Bound(Comparison.GE, 100), Bound(Comparison.LT, 500)),
+        tools=(Bound(Comparison.EQ, 0),),
+        reasoning=False,
+        stream=True,
+        keys=("team-a", "team-b"),
+        headers=(("x-team", ("red",)),),
+    )
+    model = ModelPolicy(id="m", classes=(TrafficClass("picky", ("p",), when),))
+    request = replace(REQUEST, stream=True, key="team-a", headers={"x-team": "red"})
+
+    matched = classify(model, request, estimate(100))
+
+    assert matched is not None
+    assert matched[1] == (
+        "prompt_tokens 100 >= 100, prompt_tokens 100 < 500, tools 0 == 0,"
+        " reasoning is false, stream is true, key team-a, header x-team"
+    )
+
+
 def test_no_class_may_match() -> None:
     model = ModelPolicy(id="m", classes=(MODEL.classes[0],))
 

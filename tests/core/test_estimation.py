@@ -13,6 +13,7 @@ from gateway.core.estimation import (
     is_plain,
     margin_tokens,
     pieces,
+    plain_texts,
     texts_in,
 )
 from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts, Turn
@@ -85,6 +86,7 @@ DERIVED = [
     ("assistants-in-a-row-share-a-turn", chat(user("hi"), assistant("yes"), assistant("yes")), 8 + 6 + 6 + 3),
     ("old-thoughts-are-dropped", chat(user("hi"), assistant("<|channel>why<channel|> yes")), 8 + 6 + 6),
     ("an-open-thought-drops-the-rest", chat(user("hi"), assistant("yes<|channel>why")), 8 + 6 + 6),
+    ("a-thought-that-was-open-before-is-dropped", chat(user("hi"), assistant("<channel|>yes")), 8 + 6 + 6),
     ("thoughts-of-others-are-text", chat(user("hi"), assistant("yes<channel|>")), 8 + 6 + 6),
     ("of-several-completions-the-longest", Prompt(raw_texts=("hi", RIVER, "yes")), 5),
     ("an-empty-completion", Prompt(raw_texts=("",)), 1),
@@ -97,6 +99,17 @@ DERIVED = [
 @pytest.mark.parametrize(("prompt", "tokens"), [row[1:] for row in DERIVED], ids=[row[0] for row in DERIVED])
 def test_the_length_follows_the_template(prompt: Prompt, tokens: int) -> None:
     assert length(prompt) == tokens
+
+
+@pytest.mark.parametrize(
+    "prompt", [row[1] for row in REPORTED + DERIVED], ids=[row[0] for row in REPORTED + DERIVED]
+)
+def test_a_plain_chat_has_the_same_length_either_way(prompt: Prompt) -> None:
+    whole = pieces(prompt, COSTS)
+    same = (whole.fixed_tokens, [(piece.text, piece.comes_again) for piece in whole.texts])
+
+    is_other = not prompt.turns or not is_plain(prompt) or prompt.thinking or prompt.turns[0].role == "robot"
+    assert plain_texts(prompt, COSTS, 1_000) == (None if is_other else same)
 
 
 def test_a_thought_in_the_middle_leaves_what_stands_around_it() -> None:

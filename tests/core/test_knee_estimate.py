@@ -161,7 +161,9 @@ def test_a_batch_that_never_changes_tells_nothing() -> None:
         batch, prompt = dice.uniform(38, 42), dice.randint(0, 400)
         fit = fit.with_window(window(batch, prompt, 0.01 + 0.001 * batch + 0.00015 * prompt))
 
-    assert estimate(fit, SHAPE).doubt is Uncertainty.NO_SPREAD
+    found = estimate(fit, SHAPE)
+    assert found.doubt is Uncertainty.NO_SPREAD
+    assert 39 < found.decoding_seqs < 41 < found.decoding_seqs_max <= 42
 
 
 def test_prompts_that_cost_more_in_a_large_batch_are_a_bend() -> None:

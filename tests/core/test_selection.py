@@ -193,6 +193,13 @@ KV = Capacity(
             id="the-engine-reports-a-smaller-window",
         ),
         pytest.param(
+            view(backend("light-0"), status=replace(UP, context_tokens=262_144)),
+            Demand(seqs=1, prompt_tokens=32_000, total_tokens=33_024),
+            Exclusion.CONTEXT_EXCEEDED,
+            "needs 33024 tokens, holds 32768",
+            id="the-engine-reports-a-larger-window",
+        ),
+        pytest.param(
             view(backend("light-0", KV)),
             Demand(seqs=1, prompt_tokens=30_000, total_tokens=30_000),
             Exclusion.KV_EXCEEDED,

@@ -92,14 +92,22 @@ def test_a_window_ends_with_a_first_token_so_that_no_prompt_is_cut_in_two() -> N
 
 def test_answers_in_one_piece_are_neither_decoding_nor_waiting() -> None:
     meter = GapMeter(0.0)
-    meter.opened(0.0, share=50, hidden_seqs=2)
+    meter.opened(0.5, share=50, hidden_seqs=2)
     meter.ended(1.0, share=50, hidden_seqs=2)
     meter.opened(1.0, share=30)
     meter.ended(2.5, share=30, is_answered=False)
 
     assert meter.close(3.0) == GapWindow(
-        duration_s=3.0, hidden_seq_s=2.0, waiting_seq_s=1.5, share_s=50 + 45, share_max=50
+        duration_s=3.0, hidden_seq_s=1.0, waiting_seq_s=1.5, share_s=25 + 45, share_max=50
     )
+
+
+def test_what_others_run_cannot_be_seen_and_counts_from_when_it_is_known() -> None:
+    meter = GapMeter(0.0)
+    meter.others(1.0, share=40, seqs=2)
+    meter.others(2.5, share=10, seqs=1)
+
+    assert meter.close(3.0) == GapWindow(duration_s=3.0, hidden_seq_s=3.0 + 0.5, share_s=60 + 5, share_max=40)
 
 
 @st.composite
@@ -266,7 +274,9 @@ def test_a_window_has_jobs_or_spills_while_any_runs(kind: str) -> None:
     meter.ended(2.0, share=1, is_answered=False, **it)
     seen = [meter.close(3.0 + WINDOW_MAX_S)]
     meter.opened(30.0, share=1, hidden_seqs=1, **it)
-    seen += [meter.close(31.0 + WINDOW_MAX_S), meter.close(60.0 + WINDOW_MAX_S)]
+    seen += [meter.close(31.0 + WINDOW_MAX_S)]
+    meter.ended(32.0 + WINDOW_MAX_S, share=1, is_answered=False)
+    seen += [meter.close(60.0 + WINDOW_MAX_S)]
     meter.ended(90.0, share=1, hidden_seqs=1, **it)
     seen += [meter.close(91.0 + WINDOW_MAX_S), meter.close(120.0 + WINDOW_MAX_S)]
 

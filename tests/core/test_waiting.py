@@ -597,6 +597,28 @@ def test_the_jobs_of_a_class_come_after_its_others_and_the_keys_alternate_among_
     assert site.start(0.2) == shown
 
 
+def test_the_job_of_a_key_that_has_no_chat_left_comes_after_the_chats_of_others() -> None:
+    site = Site(knee=64)
+    site.loads["light"] = Load(seqs=64, share=admission.WHOLE)
+    site.enter("a-job", key="a", traffic_class=PATIENT, is_job=True)
+    for name in ("a-chat", "b-chat", "b-chat-2", "b-chat-3"):
+        site.enter(name, 0.1, key=name[0], traffic_class=PATIENT)
+    site.loads["light"] = Load()
+
+    assert site.start(0.2) == ["a-chat", "b-chat", "b-chat-2", "b-chat-3", "a-job"]
+
+
+def test_the_job_of_a_key_that_has_had_much_comes_in_the_same_turn_as_those_of_others() -> None:
+    other = TrafficClass("other", ("light",), waiting=PATIENT.waiting)
+    site = Site(knee=64)
+    site.enter("c-other", key="c", traffic_class=other)
+    site.line.charge("gemma", "other", "c", 10_000)
+    for name in ("a-job", "c-job"):
+        site.enter(name, key=name[0], traffic_class=PATIENT, is_job=True)
+
+    assert site.start(0.2) == ["a-job", "c-other", "c-job"]
+
+
 def test_who_has_had_much_lately_comes_after_who_has_not() -> None:
     site = Site(knee=5)
     for number in range(5):
@@ -1082,6 +1104,22 @@ def test_the_line_is_bounded(
     ]
 
     assert [verdict and verdict.reason for verdict in verdicts] == reasons
+
+
+@pytest.mark.parametrize("rules", [{"waiting_max": 2}, {"waiting_bytes_max": 10}], ids=["number", "bytes"])
+def test_one_key_cannot_keep_the_others_out(rules: dict[str, object]) -> None:
+    site = Site()
+    one = bounded(**rules)
+
+    def enter(name: str, key: str) -> Reason | None:
+        refused = site.enter(name, traffic_class=one, key=key, size_bytes=5)
+        return None if refused is None else refused.reason
+
+    assert [enter(name, "greedy") for name in "abc"] == [None, None, Reason.QUEUE_FULL]
+    assert [enter(name, "modest") for name in "de"] == [None, Reason.QUEUE_FULL]
+    site.line.leave("d")
+    assert [enter(name, "modest") for name in "fg"] == [None, Reason.QUEUE_FULL]
+    assert [enter(key, key) for key in ("third", "fourth")] == [None, Reason.QUEUE_FULL]
 
 
 def test_the_bounds_do_not_count_jobs() -> None:

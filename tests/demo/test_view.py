@@ -19,7 +19,11 @@ def test_every_line_has_exactly_the_terminals_width_and_the_screen_its_height(
     assert not any(character in line.plain for line in shown for character in "\n\r\t\x1b\x07")
 
 
-@pytest.mark.parametrize(("width", "height"), SIZES[:3], ids=["80x24", "100x30", "160x50"])
+@pytest.mark.parametrize(
+    ("width", "height"),
+    [*SIZES[:3], *((narrow, 40) for narrow in (1, 2, 8, 13, 19, 20, 21))],
+    ids=lambda size: str(size),
+)
 def test_what_rich_prints_is_what_was_laid_out(busy_story: Story, width: int, height: int) -> None:
     console = Console(file=StringIO(), width=width, height=height, record=True, force_terminal=True)
     console.print(View(busy_story, 8.25), end="")

@@ -21,7 +21,7 @@ import anyio.lowlevel
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
 from litestar.types import Receive, Scope, Send
-from support.front import WAYS, Behaviour, Closed, Front, Got, Wire, chat, front, oblige, post
+from support.front import KEY, OTHER_KEY, WAYS, Behaviour, Closed, Front, Got, Wire, chat, front, oblige, post
 from support.kernel import keepalive_s, vanish
 from support.loops import on_both_loops
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, answer_of, chunk
@@ -580,8 +580,8 @@ async def test_bodies_have_a_bound_together(way: str) -> None:
     part, limits = b" " * 14_000, replace(LIMITS, within_s=30.0)  # not that which is looked at here
     async with front(way, limits=limits) as site, site.caller() as first, site.caller() as second:
         uploads = site.applications.serving.uploads
-        for caller in (first, second):
-            await caller.send(post(part, length=16_000))
+        await first.send(post(part, length=16_000))
+        await second.send(post(part, key=OTHER_KEY, length=16_000))
         await site.eventually(lambda: uploads.bytes == 28_000)
         async with site.caller() as third:
             got = await third.ask(post(b" " * 3_000, length=4_000))
@@ -593,6 +593,21 @@ async def test_bodies_have_a_bound_together(way: str) -> None:
         assert (await second.ask(b" " * 2_000)).code == "invalid_json"
         await site.idle()
         assert [one.status for one in site.notes.requests] == [503, 400, 400]
+
+
+async def test_one_key_leaves_others_room_for_their_bodies(way: str) -> None:
+    limits = replace(LIMITS, within_s=30.0)
+    async with front(way, limits=limits) as site, site.caller() as first:
+        await first.send(post(b" " * 19_000, length=20_000))
+        await site.eventually(lambda: site.applications.serving.uploads.bytes == 19_000)
+        got = {}
+        for key in (KEY, OTHER_KEY):
+            async with site.caller() as caller:
+                got[key] = (await caller.ask(post(b" " * 4_000, key=key))).code
+
+        assert got == {KEY: "out_of_resources", OTHER_KEY: "invalid_json"}
+        assert (await first.ask(b" " * 1_000)).code == "invalid_json"
+        await site.idle()
 
 
 async def test_a_caller_that_leaves_in_its_body_is_recorded_as_that(way: str) -> None:
@@ -1422,7 +1437,7 @@ async def answering(way: str, answer: Callable[[HttpDownstream], Awaitable[None]
             return head
 
         async def chat(self, call: Call) -> None:
-            await call.body(self.limits, self.uploads)
+            await call.body(self.limits, self.uploads, None)
             await call.run(lambda: answer(call.downstream))
 
     desk = Desk()

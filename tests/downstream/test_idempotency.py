@@ -13,11 +13,13 @@ from gateway.core.errors import (
     GatewayError,
     IdempotencyInProgress,
     InvalidRequest,
+    OutOfResources,
     StoreUnavailable,
     UpstreamFailed,
 )
 from gateway.core.idempotency import IdempotencyClaim, KeyState, StoredAnswer, fingerprint
-from gateway.downstream.idempotency import IdempotencyRules, IdempotentRequests
+from gateway.core.usage import Ending
+from gateway.downstream.idempotency import REPLAYED_BYTES_MAX, IdempotencyRules, IdempotentRequests
 from gateway.downstream.reading import BodyReaders, Received, Work
 from gateway.downstream.relay import AsgiDownstream, HttpDownstream
 from gateway.pipeline import CallerStalled
@@ -39,11 +41,12 @@ class Desk:
     store: MemoryIdempotency = field(default_factory=lambda: MemoryIdempotency(SystemClock(), 10_000))
     sent: list[dict[str, Any]] = field(default_factory=list)
     asked: int = 0
+    notes: Notes = field(default_factory=Notes)
     idempotency: IdempotentRequests = field(init=False)
 
     def __post_init__(self) -> None:
         rules = IdempotencyRules(self.store, 60.0, self.answer_bytes_max, self.lease_s)
-        self.idempotency = IdempotentRequests(rules, BodyReaders(), Notes(), SystemClock())
+        self.idempotency = IdempotentRequests(rules, BodyReaders(), self.notes, SystemClock())
 
     async def ask(self, work: Callable[[HttpDownstream], Awaitable[None]]) -> None:
         """Ask with the one key; `work` is what would answer it."""
@@ -352,3 +355,18 @@ async def test_errors_come_out_as_they_were_raised() -> None:
 
         with pytest.raises(kind):
             await Desk().ask(work)
+
+
+async def test_answers_that_are_read_slowly_have_a_bound_together() -> None:
+    desk = Desk()
+    await desk.ask(stream)
+
+    desk.idempotency.replayed_bytes += REPLAYED_BYTES_MAX  # of others
+    with pytest.raises(OutOfResources):
+        await desk.ask(stream)
+    assert desk.notes.requests[-1].status == 503
+    desk.idempotency.replayed_bytes -= REPLAYED_BYTES_MAX
+    await desk.ask(stream)
+
+    assert desk.notes.requests[-1].ending is Ending.REPLAYED
+    assert desk.idempotency.replayed_bytes == 0

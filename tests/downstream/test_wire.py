@@ -102,7 +102,7 @@ def test_what_routing_needs(fields: dict[str, Any], attribute: str, value: objec
         pytest.param([{"type": "refusal", "refusal": "no"}], Turn("user", ("no",)), id="refusal"),
         pytest.param([{"type": "thinking", "thinking": "hm"}], Turn("user", ("hm",)), id="thinking"),
         pytest.param(
-            [{"type": "text", "text": "x", "uuid": "1", "audio_url": {"url": PIXEL}}],
+            [{"type": "text", "text": "x", "audio_url": {"url": PIXEL}}],
             Turn("user", ("x",), audios=1),
             id="media-by-key-whatever-the-type",
         ),
@@ -262,6 +262,30 @@ ODD_KINDS: list[Any] = [[], {}, 1, None]
             "unsupported_content",
             "messages.0.content.0",
             id="video",
+        ),
+        pytest.param(
+            body(messages=message([{"image_embeds": "AAAA"}])),
+            "unsupported_content",
+            "messages.0.content.0",
+            id="embeddings-untyped",
+        ),
+        pytest.param(
+            body(messages=message([{"type": "text", "text": "x", "uuid": "u", "audio_embeds": "AAAA"}])),
+            "unsupported_content",
+            "messages.0.content.0",
+            id="embeddings-beside-text",
+        ),
+        pytest.param(
+            body(messages=message([{"type": "image_url", "image_url": {"url": PIXEL}, "uuid": "scan-1"}])),
+            "unsupported_content",
+            "messages.0.content.0",
+            id="an-image-under-a-name-that-all-callers-share",
+        ),
+        pytest.param(
+            body(messages=message([{"type": "image_url", "image_url": None, "uuid": "scan-1"}])),
+            "unsupported_content",
+            "messages.0.content.0",
+            id="an-image-that-somebody-may-have-sent",
         ),
         pytest.param(
             body(messages=message([{"video_url": {"url": PIXEL}}])),

@@ -330,6 +330,29 @@ async def test_an_item_may_be_referred_to(fleet: Site) -> None:
     assert (unknown.value.code, unknown.value.param) == ("item_not_found", "input.0.id")
 
 
+async def test_what_a_request_refers_to_counts_as_its_body(tmp_path: Path) -> None:
+    limits: dict[str, Any] = {"requests": {"max_body_bytes": 20_000}}
+    async with site(
+        tmp_path, fleet=simulated({"light-0": "h100-tp1-light"}), **ONE_POOL, **limits
+    ) as running:
+        client = running.openai()
+        first = await client.responses.create(model="gemma-4", input="river " * 1_000, max_output_tokens=5)
+        (asked,) = (await client.responses.input_items.list(first.id)).data
+        reference: Any = {"type": "item_reference", "id": asked.id}
+
+        async def go_on(references: int, previous: str | None = None) -> None:
+            await client.responses.create(
+                model="gemma-4", input=[reference] * references, previous_response_id=previous
+            )
+
+        await go_on(3)
+        await go_on(1, previous=first.id)
+        for references, previous in ((4, None), (3, first.id)):
+            with pytest.raises(openai.APIStatusError) as refused:
+                await go_on(references, previous)
+            assert (refused.value.status_code, refused.value.code) == (413, "request_too_large")
+
+
 async def test_what_is_not_to_be_stored_is_not(fleet: Site) -> None:
     client = fleet.openai()
     answer = await client.responses.create(model="gemma-4", input=SKY, store=False)

@@ -47,6 +47,8 @@ from gateway.core.health import BackendStatus, Outcome, State
 from gateway.core.usage import Ending, Usage
 from gateway.core.values import (
     Backend,
+    Bound,
+    Comparison,
     Demand,
     Endpoint,
     Exclusion,
@@ -60,6 +62,7 @@ from gateway.core.values import (
     Timeouts,
     TrafficClass,
     Turn,
+    When,
 )
 from gateway.pipeline import CallerStalled
 from gateway.ports import Arrival, Slot
@@ -566,6 +569,7 @@ async def test_a_caller_that_reads_on_does_not_put_off_the_total_limit(
         await world.run(world.request(), caller)
 
     assert b"did not finish within 0.05 s" in caller.body
+    assert b'"code": "stream_broken"' in caller.body
 
 
 async def test_a_whole_answer_has_only_its_total_limit(world: World) -> None:
@@ -852,6 +856,18 @@ async def test_an_unknown_model_is_refused_before_anything_else(world: World) ->
         await world.run(replace(world.request(), model="gpt-5"))
 
 
+async def test_a_request_that_no_class_takes_is_refused(world: World) -> None:
+    (model,) = world.policy.models
+    only_long = TrafficClass("long", ("push",), When(prompt_tokens=(Bound(Comparison.GE, 16_000),)))
+    world.policy = replace(world.policy, models=(replace(model, classes=(only_long,)),))
+
+    with pytest.raises(InvalidRequest, match="No class of model `gemma-4` takes this request") as caught:
+        await world.run(world.request())
+
+    assert caught.value.code == "no_class"
+    assert world.upstream.targets == []
+
+
 async def test_a_prompt_that_fits_nowhere_is_refused_in_words_that_sdks_recognise(world: World) -> None:
     world.estimates.tokens = 300_000
 
@@ -866,6 +882,16 @@ async def test_a_prompt_that_fits_nowhere_is_refused_in_words_that_sdks_recognis
     assert world.upstream.targets == []
 
 
+async def test_a_prompt_that_fits_nowhere_is_told_the_longest_window(world: World) -> None:
+    (model,) = world.policy.models
+    everywhere = replace(model, classes=(TrafficClass("all", ("light", "push")),))
+    world.policy = replace(world.policy, models=(everywhere,))
+    world.estimates.tokens = 300_000
+
+    with pytest.raises(ContextExceeded, match="maximum context length is 262144 tokens"):
+        await world.run(world.request())
+
+
 async def test_who_sets_no_limit_gets_what_the_window_leaves(world: World) -> None:
     """The reserve that is planned for them is no reason to refuse them."""
     world.estimates.tokens = 262_000  # 262,016 at most, and 1,024 of output do not fit
@@ -874,13 +900,14 @@ async def test_who_sets_no_limit_gets_what_the_window_leaves(world: World) -> No
     caller = await world.run(world.request())
 
     assert caller.headers["x-gateway-backend"] == "push"
-    world.estimates.tokens = 262_144
+    world.estimates.tokens = 262_128  # 262,144 at most: nothing is left
     with pytest.raises(ContextExceeded):
         await world.run(world.request())
 
 
-async def test_who_sets_no_limit_goes_where_there_is_room_for_an_answer(world: World) -> None:
-    world.estimates.tokens = 32_500  # a short window would leave 252
+@pytest.mark.parametrize("tokens", [32_500, 262_000])  # a window leaves 252, or 128
+async def test_who_sets_no_limit_goes_where_there_is_room_for_an_answer(world: World, tokens: int) -> None:
+    world.estimates.tokens = tokens
     world.policy = replace(
         world.policy,
         models=tuple(

@@ -426,12 +426,14 @@ def test_a_file_with_two_keys_is_no_callers_key(checked: Check, tmp_path: Path) 
         pytest.param("api_key_env: B_KEY", "environment variable B_KEY is not set", id="variable"),
         pytest.param("api_key_file: b.key", "b.key cannot be read: No such file", id="file"),
         pytest.param("api_key_file: empty.key", "empty.key is empty", id="empty-file"),
+        pytest.param("api_key_file: pipe.key", "pipe.key cannot be read: it is not a regular", id="pipe"),
     ],
 )
 def test_a_key_that_is_not_there_warns_in_check_and_stops_serve(
     loaded: Load, checked: Check, tmp_path: Path, named: str, message: str
 ) -> None:
     (tmp_path / "empty.key").write_text("\n")
+    os.mkfifo(tmp_path / "pipe.key")
     text = one(f"profile: spark-fp8, {named}")
     report = checked(text)
     assert report.ok
@@ -455,6 +457,11 @@ def test_a_key_that_is_not_there_warns_in_check_and_stops_serve(
         pytest.param(
             "drain: false", "decisions: {file: there/d.jsonl}", (6, 19), "there is no folder", id="folder"
         ),
+        pytest.param(
+            f"tls: {{ca_file: {'x' * 300}}}", "", (3, 69), "x cannot be read: File name", id="not-examined"
+        ),
+        pytest.param("drain: false", "decisions: {file: .}", (6, 19), "is a folder", id="decisions-folder"),
+        pytest.param("drain: false", "jobs: {data_dir: two.lines}", (6, 18), "is not a folder", id="jobs"),
     ],
 )
 def test_what_is_there_and_cannot_be_used_warns_in_check_and_stops_serve(

@@ -37,7 +37,7 @@ from gateway.upstream.direct import DirectUpstream
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, RawServer, answer_of, chunk, raw_server
 from support.world import DONE, HELLO, LIGHT, ROLE, STOP, USAGE, WHOLE, Estimates, Fleet, Notes
 
-KEY = "a-key"
+KEY, OTHER_KEY = "a-key", "another-key"
 WAYS = ("direct", "asgi")
 
 Behaviour = Callable[[SocketStream, dict[str, Any]], Awaitable[None]]
@@ -170,7 +170,12 @@ async def front(
         applications = Applications(
             pipeline=pipeline,
             policy=lambda: policy,
-            keys=KeyRing({"team": sha256(KEY.encode()).digest()}),
+            keys=KeyRing(
+                {
+                    name: sha256(key.encode()).digest()
+                    for name, key in {"team": KEY, "guests": OTHER_KEY}.items()
+                }
+            ),
             origins=Origins(origins),
             rules=WireRules(),
             limits=limits,

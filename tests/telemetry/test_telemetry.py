@@ -400,6 +400,18 @@ def _logging_as_it_was() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_logging_as_it_was")
+def test_a_backends_words_do_not_control_a_terminal() -> None:
+    out = Terminal()
+    logs.set_up("info", out)
+
+    logging.getLogger("gateway.fleet").warning("b: serves %s", "m\x1b[2J\x9b1m\u202e\r\n12:00:00 ERROR   é")
+
+    first, second = out.getvalue().splitlines()
+    assert first.endswith("WARNING b: serves m [2J 1m  ")
+    assert second == "  12:00:00 ERROR   é"
+
+
+@pytest.mark.usefixtures("_logging_as_it_was")
 def test_a_request_is_one_json_line() -> None:
     out = io.StringIO()
     logs.set_up("info", out)

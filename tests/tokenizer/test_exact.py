@@ -16,7 +16,8 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.tokenizer import Vocabulary, exact
+from gateway.core.values import CountMode
+from gateway.tokenizer import Vocabulary, count_text, exact
 from gateway.tokenizer.exact import PIECE_CHARS, Counted, count_exact, pieces
 
 Count = Callable[[str], int]
@@ -208,6 +209,7 @@ def test_a_piece_that_cannot_be_encoded_is_guessed(failure: BaseException, vocab
     assert counted.complete
     assert 0 < counted.guessed_tokens < 30_000
     assert counted.tokens == PIECE_CHARS // 10 + counted.guessed_tokens
+    assert count_text(broken, text) == (counted.tokens, CountMode.APPROXIMATE)
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, SystemExit])

@@ -189,5 +189,7 @@ def test_a_vocabulary_that_counts_wrongly_fails_its_self_test(
     changed["added_tokens"].append({"content": "2024"})  # a marker that hides four digits
     (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
 
-    with pytest.raises(ConfigError, match="fails its self-test: '2024' counts 1 tokens"):
-        load(tmp_path / "tokenizer.json")
+    for read in (load, lambda path: build(path, tmp_path / "small.tiktoken")):
+        with pytest.raises(ConfigError, match="fails its self-test: '2024' counts 1 tokens"):
+            read(tmp_path / "tokenizer.json")
+    assert not (tmp_path / "small.tiktoken").exists()

@@ -9,7 +9,7 @@ import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from hashlib import sha256
@@ -411,6 +411,21 @@ async def test_nobody_there_is_unreachable() -> None:
         async with client_of(url) as (upstream, target):
             with pytest.raises(UpstreamUnreachable):
                 async with upstream.open(target, Timeouts()):
+                    pass
+
+
+async def test_one_that_takes_no_connection_in_time_is_unreachable() -> None:
+    with ExitStack() as stack:
+        busy = stack.enter_context(socket.socket())
+        busy.bind(("127.0.0.1", 0))
+        busy.listen(0)
+        for _ in range(3):  # who comes when so many wait to be accepted gets no answer
+            waits = stack.enter_context(socket.socket())
+            waits.setblocking(False)
+            waits.connect_ex(busy.getsockname())
+        async with client_of(f"http://127.0.0.1:{busy.getsockname()[1]}") as (upstream, target):
+            with pytest.raises(UpstreamUnreachable):
+                async with upstream.open(target, Timeouts(connect_s=0.05)):
                     pass
 
 

@@ -373,6 +373,17 @@ async def test_the_window_of_the_wanted_model_is_taken(
             assert fleet.statuses()["a"].version == ""
 
 
+@pytest.mark.parametrize("window", [b'"2048"', b"-1", b"[]"], ids=["text", "negative", "list"])
+async def test_a_window_that_is_no_length_is_left_out(
+    window: bytes, clock: Clock, fake_engine: Engines
+) -> None:
+    async with fake_engine() as engine:
+        engine.replies["/v1/models"] = (200, b'{"data":[{"id":"gemma","max_model_len":%s}]}' % window)
+        async with probing(watch(clock, engine)) as fleet:
+            await fleet.wait_for(lambda seen: seen["a"].served_models == ("gemma",))
+            assert fleet.statuses()["a"].context_tokens is None
+
+
 async def test_each_backend_is_shown_its_own_key(clock: Clock, fake_engine: Engines) -> None:
     async with fake_engine() as engine:
         engine.api_key = "sk-secret"

@@ -12,7 +12,7 @@ class Remedy(ABC):
 
     Attributes:
         fault: A fault in the answer that cannot be corrected, or None.
-        holds: Whether nothing of a stream may be relayed yet.
+        holds: Whether nothing of a stream may be relayed yet, while it is not idle.
         is_idle: Whether it has finished and needs no further events.
         marks: Bytes that an event must contain to concern it, unless the event is the last of a choice.
         whole_marks: Bytes that a non-streaming answer must contain to concern it.

@@ -38,7 +38,6 @@ class ForcedCall(Remedy):
             self._waiting.remove(index)
         elif finish is not None:
             self.fault = _FAULT
-        self.holds = bool(self._waiting)
         self.is_idle = not self._waiting
         return False
 

@@ -6,6 +6,7 @@ order in which they would start.
 """
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -103,6 +104,7 @@ class Lane:
         self.in_turn_counts = [0, 0]  # the same, without those of rank BEHIND
         self.jobs = 0  # how many of the entries are jobs
         self.size_bytes = 0  # of the others
+        self._numbers: Counter[str | None] = Counter()  # of the others, by key
         self.drain = Drain()
         self.home: Home | None = None  # None until the first request enters
         self.policy: Policy | None = None  # the policy from which `home` was derived
@@ -135,6 +137,7 @@ class Lane:
             self.jobs += 1
         else:
             self.size_bytes += entry.ticket.size_bytes
+            self._numbers[entry.ticket.key] += 1
         self._place(entry, now)
 
     def remove(self, entry: Entry) -> None:
@@ -145,7 +148,23 @@ class Lane:
             self.jobs -= 1
         else:
             self.size_bytes -= entry.ticket.size_bytes
+            self._numbers[entry.ticket.key] -= 1
+            if not self._numbers[entry.ticket.key]:
+                del self._numbers[entry.ticket.key]
         self._take_out(entry)
+
+    def is_full_for(self, ticket: Ticket) -> bool:
+        """Return whether as many requests are queued as may be. Jobs have limits of their own.
+
+        The first request of a key is admitted up to twice the limits, or one key could fill the queue, and
+        the others, whose turn may be next, would never be in it.
+        """
+        rules, queued = ticket.traffic_class.waiting, len(self.entries) - self.jobs
+        times = 1 if ticket.key in self._numbers else 2
+        size_bytes = self.size_bytes + ticket.size_bytes
+        return queued >= times * rules.waiting_max or (
+            queued > 0 and size_bytes > times * rules.waiting_bytes_max
+        )
 
     def send_behind(self, entry: Entry) -> None:
         """Demote an entry behind all others."""
@@ -303,10 +322,7 @@ class Shares:
         return begin
 
     def start(self, key: str | None, cost: float) -> None:
-        """Charge a start that did not wait: the same as to `charge` it and `advance` to the key's tag."""
-        if key in self._tags:
-            self.advance(self.charge(key, cost))
-            return
+        """Charge a start where nothing is queued: the same as to `charge` it and `advance` to its tag."""
         begin = self._finish.get(key, 0.0)
         if begin < self._virtual:
             begin = self._virtual

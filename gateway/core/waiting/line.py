@@ -202,10 +202,7 @@ class WaitingLine:
             self._insert(lane, entry, now)
             return None
         ahead, wait_s = self._forecast(lane, entry, now)
-        queued = len(lane.entries) - lane.jobs  # jobs have limits of their own
-        if queued >= rules.waiting_max or (
-            queued and lane.size_bytes + ticket.size_bytes > rules.waiting_bytes_max
-        ):
+        if lane.is_full_for(ticket):
             return _refused(entry, Reason.QUEUE_FULL, ahead, wait_s, now)
         # The forecast does not apply to a request that may be able to start at once, unless all backends that
         # could serve it are swapped out. The next turn will tell.

@@ -161,6 +161,12 @@ def test_a_thought_under_its_older_name_keeps_it() -> None:
     assert "reasoning" not in message
 
 
+def test_a_refusal() -> None:
+    answer = assembled(role() + delta(refusal="I ") + delta(refusal="won't.") + delta(finish="stop") + DONE)
+
+    assert answer["choices"] == [choice("", "stop", refusal="I won't.")]
+
+
 def test_choices_that_interleave() -> None:
     wire = role() + role(1) + delta(1, content="System") + delta(content="Component")
     wire += delta(finish="length", content=" against") + delta(1, "stop", content=" waves") + DONE
@@ -172,21 +178,23 @@ def test_choices_that_interleave() -> None:
 
 
 def test_log_probabilities_and_token_ids_stand_behind_each_other() -> None:
-    def token(text: str, number: int, logprob: float, finish: str | None = None) -> bytes:
+    def token(text: str, number: int, logprob: float) -> bytes:
         one = {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
         said = {
             "index": 0,
             "delta": {"content": text},
             "logprobs": {"content": [one]},
-            "finish_reason": finish,
+            "finish_reason": None,
             "token_ids": [number],
         }
         return event(choices=[said])
 
+    none = {"index": 0, "delta": {}, "logprobs": {"content": None}, "finish_reason": "length"}
     wire = (
         role()
         + token("Text", 2067, -4.287398338317871)
-        + token(" consist", 4551, -1.4463537931442e-07, "length")
+        + token(" consist", 4551, -1.4463537931442e-07)
+        + event(choices=[none])
     )
 
     answer = assembled(wire + DONE)["choices"][0]
@@ -236,8 +244,10 @@ def test_which_requests_are_streamed_for_it(plan: Plan, assembles: bool) -> None
         {"choices": 7},
         {"choices": [{"index": 0, "delta": {"tool_calls": [{"function": {"name": 7, "arguments": {}}}]}}]},
         {"choices": [{"index": 0, "delta": {"content": 7, "reasoning": {}}}]},
+        {"choices": [{"index": 0, "delta": {"tool_calls": None, "reasoning_content": None}}]},
+        {"choices": [{"index": None, "delta": {"content": ""}}]},
     ],
-    ids=["choices", "call", "texts"],
+    ids=["choices", "call", "texts", "null-for-none", "index"],
 )
 def test_members_of_a_wrong_type_are_left_out(event: dict[str, object]) -> None:
     reader = AssemblingReader((), choices=1, names=ModelNames("gemma-4", "ours"))

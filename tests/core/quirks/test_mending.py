@@ -70,6 +70,15 @@ def test_nothing_begins_while_a_remedy_holds() -> None:
     assert reader.may_begin
 
 
+def test_nothing_begins_without_content() -> None:
+    reader = MendingReader([Louder()], choices=1, names=NAMES, hide_usage=False)
+
+    reader.feed(role())
+    assert not reader.may_begin
+    reader.feed(FIRST)
+    assert reader.may_begin
+
+
 def test_nothing_follows_what_cannot_be_mended() -> None:
     out, reader = through([Waiting(), Louder()], [role() + delta(content="never") + LAST + DONE])
 
@@ -92,3 +101,7 @@ def test_a_whole_answer_that_cannot_be_read_is_none() -> None:
 
     assert body == b'{"choices":['
     assert fault is not None
+
+
+def test_a_whole_answer_that_is_no_object_keeps_its_bytes() -> None:
+    assert mend_whole([Louder()], b'["choices"]', json.loads) == (b'["choices"]', None)

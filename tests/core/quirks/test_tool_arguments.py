@@ -65,6 +65,7 @@ def test_good_calls_keep_their_bytes(calls: bytes) -> None:
         pytest.param(call('"Paris"'), id="no-object"),
         pytest.param(call("{}", "{}"), id="twice"),
         pytest.param(call("{}") + call("{]", number=1), id="the-second"),
+        pytest.param(delta(tool_calls=[{"index": 0, "function": None}]), id="null"),
         pytest.param(call("[" * 100_000), id="endless"),
     ],
 )

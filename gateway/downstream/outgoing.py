@@ -1,0 +1,85 @@
+"""Bounds the memory of long answers that wait for their callers to read them.
+
+What is kept, such as the images of a conversation, may be long, and to ask for it takes a few bytes. Without
+a bound, a caller that asks often and reads nothing would fill the memory.
+"""
+
+from typing import Any
+
+from litestar.types import ASGIApp, Receive, Scope, Send
+
+from gateway.core.errors import OutOfResources
+from gateway.downstream.serving import send_refusal
+
+LONG_BYTES = 1024 * 1024
+"""Answers that arrive whole from their route and are longer count."""
+
+TOGETHER_MAX = 256 * 1024 * 1024
+"""Maximum bytes of all of them. One more is refused, unless it is the only one."""
+
+PIECE_BYTES = 64 * 1024
+"""They are written in pieces of this size, the next one when the connection has room."""
+
+
+class Outgoing:
+    """ASGI middleware that bounds the memory of long answers to GET.
+
+    Attributes:
+        held_bytes: Their total size, as long as they are not written.
+    """
+
+    def __init__(self, app: ASGIApp, together_max: int = TOGETHER_MAX) -> None:
+        """Wrap `app`."""
+        self.held_bytes = 0
+        self._app = app
+        self._together_max = together_max
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        if scope.get("method") != "GET":
+            await self._app(scope, receive, send)
+            return
+        start: Any = None  # of an answer with a length, until its body comes
+        is_refused = False
+
+        async def send_on(message: Any) -> None:
+            nonlocal start, is_refused
+            if is_refused:
+                return
+            if message["type"] == "http.response.start" and _has_length(message):
+                start = message
+                return
+            if message["type"] != "http.response.body" or len(message["body"]) <= LONG_BYTES:
+                if start is not None:
+                    await send(start)
+                    start = None
+                await send(message)
+                return
+            is_refused = not await self._write(start, message, send)
+            start = None
+
+        await self._app(scope, receive, send_on)
+
+    async def _write(self, start: Any, message: Any, send: Send) -> bool:
+        """Write a long body, or refuse it. Return whether it was written."""
+        body, size = message["body"], len(message["body"])
+        if start is not None and self.held_bytes and self.held_bytes + size > self._together_max:
+            refusal = "Too many long answers are being sent at once. Please retry."
+            await send_refusal(OutOfResources(refusal, retry_after_s=5), send)
+            return False
+        self.held_bytes += size
+        try:
+            if start is not None:
+                await send(start)
+            for at in range(0, size, PIECE_BYTES):
+                is_last = at + PIECE_BYTES >= size
+                more_body = message["more_body"] or not is_last
+                piece = body[at : at + PIECE_BYTES]
+                await send({"type": "http.response.body", "body": piece, "more_body": more_body})
+        finally:
+            self.held_bytes -= size
+        return True
+
+
+def _has_length(message: Any) -> bool:
+    return any(name == b"content-length" for name, _ in message.get("headers", ()))
