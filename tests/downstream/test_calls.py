@@ -396,6 +396,17 @@ async def test_a_row_that_is_longer_than_may_wait_is_answered_in_its_order(way: 
         assert [one["user"].partition(" ")[0] for one in asked(site)] == [str(one) for one in range(40)]
 
 
+def ending_with(is_over: anyio.Event) -> Callable[[SocketStream, dict[str, Any]], Awaitable[None]]:
+    """Return the answer of a backend that begins at once, and ends with the event."""
+
+    async def answer(stream: SocketStream, _: dict[str, Any]) -> None:
+        await stream.send(STREAM_HEAD + chunk(ROLE + HELLO))
+        await is_over.wait()
+        await stream.send(chunk(STOP) + chunk(DONE) + LAST_CHUNK)
+
+    return answer
+
+
 NOT_REQUESTS = {
     "no head": (b"nonsense\r\n\r\n", 400),
     "no path": (b"GET http://host HTTP/1.1\r\nHost: h\r\n\r\n", 400),
@@ -411,13 +422,7 @@ async def test_what_is_not_a_request_ends_the_connection_behind_the_answers_befo
     way: str, before: int, nonsense: bytes, status: int
 ) -> None:
     is_over = anyio.Event()
-
-    async def answer_slowly(stream: SocketStream, _: dict[str, Any]) -> None:
-        await stream.send(STREAM_HEAD + chunk(ROLE + HELLO))
-        await is_over.wait()
-        await stream.send(chunk(STOP) + chunk(DONE) + LAST_CHUNK)
-
-    async with front(way, answer_slowly) as site, site.caller() as caller:
+    async with front(way, ending_with(is_over)) as site, site.caller() as caller:
         await caller.send(before * post(chat(stream=True)) + nonsense + post(chat(user="hidden")))
         if before:
             head = await caller.head()
@@ -492,13 +497,7 @@ async def test_a_head_that_does_not_come_breaks_off_no_answer(
 ) -> None:
     monkeypatch.setattr(guard, "HEAD_WITHIN_S", 0.1)
     is_over = anyio.Event()
-
-    async def answer_slowly(stream: SocketStream, _: dict[str, Any]) -> None:
-        await stream.send(STREAM_HEAD + chunk(ROLE + HELLO))
-        await is_over.wait()
-        await stream.send(chunk(STOP) + chunk(DONE) + LAST_CHUNK)
-
-    async with front(way, answer_slowly) as site, site.caller() as caller:
+    async with front(way, ending_with(is_over)) as site, site.caller() as caller:
         await caller.send(post(chat(stream=True)) + b"GET / HT")
         head = await caller.head()
         async with site.caller() as silent:  # its time began later
