@@ -23,7 +23,7 @@ from gateway.core.idempotency import HEADER, IdempotencyClaim, KeyState, StoredA
 from gateway.core.sse import DONE
 from gateway.core.usage import Ending
 from gateway.downstream.reading import BodyReaders, Read, Received, Work, arrival_record
-from gateway.downstream.relay import HttpDownstream
+from gateway.downstream.relay import PIECE_BYTES, HeldAnswers, HttpDownstream
 from gateway.pipeline import LEFT_STATUS, CallerStalled
 from gateway.pipeline.caller import while_caller_reads
 from gateway.ports import Clock, Headers, IdempotencyStore, Recorder
@@ -39,13 +39,6 @@ a row may fail (docs/idempotency.md)."""
 RECORDED_BYTES_MAX = 256 * 1024 * 1024
 """Maximum memory for all answers being recorded; further ones are not stored. A choice: 32 of the largest by
 default (`idempotency.max_answer_bytes`)."""
-
-REPLAYED_BYTES_MAX = 256 * 1024 * 1024
-"""Maximum memory for all answers being replayed, which callers may read slowly; one more is refused."""
-
-PIECE_BYTES = 64 * 1024
-"""Size of the writes of a stored answer, which is the most that is buffered for a slow caller. A choice: few
-writes against memory."""
 
 REPLAYED_HEADERS: Headers = ((b"x-gateway-replayed", b"true"),)
 _REQUEST_ID = b"x-request-id"
@@ -71,7 +64,7 @@ class IdempotentRequests:
         """Store answers as `rules` say; report replayed requests to `recorder`."""
         self.rules = rules
         self.recorded_bytes = 0  # of all answers being recorded
-        self.replayed_bytes = 0  # of all answers being replayed
+        self.replayed = HeldAnswers()
         self._readers = readers
         self._recorder = recorder
         self._clock = clock
@@ -127,23 +120,22 @@ class IdempotentRequests:
             OutOfResources: too many are being sent already.
         """
         arrival, ending, status, code = received.arrival, Ending.LEFT, LEFT_STATUS, ""
-        size, others = len(answer.body), self.replayed_bytes
-        self.replayed_bytes += size
+        size = len(answer.body)
         try:
-            if others and others + size > REPLAYED_BYTES_MAX:
+            if not self.replayed.has_room(size):
                 message = "Too many stored answers are being sent at once. Please retry."
                 raise OutOfResources(message, retry_after_s=5)
-            await downstream.start(answer.status, _headers_again(answer, arrival.id))
-            for start in range(0, len(answer.body), PIECE_BYTES):
-                with while_caller_reads():
-                    await downstream.send(answer.body[start : start + PIECE_BYTES])
-            await downstream.finish()
+            with self.replayed.holding(size):
+                await downstream.start(answer.status, _headers_again(answer, arrival.id))
+                for start in range(0, size, PIECE_BYTES):
+                    with while_caller_reads():
+                        await downstream.send(answer.body[start : start + PIECE_BYTES])
+                await downstream.finish()
             ending = Ending.REPLAYED
         except OutOfResources as error:
             ending, status, code = Ending.of(error), error.status, error.code
             raise
         finally:
-            self.replayed_bytes -= size
             status = answer.status if downstream.is_started else status
             self._recorder.finished(
                 arrival_record(arrival, received.key, ending, status, code, self._clock.now())

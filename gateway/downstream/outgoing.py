@@ -9,30 +9,25 @@ from typing import Any
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from gateway.core.errors import OutOfResources
+from gateway.downstream.relay import HELD_BYTES_MAX, PIECE_BYTES, HeldAnswers
 from gateway.downstream.serving import send_refusal
 
 LONG_BYTES = 1024 * 1024
-"""Answers that arrive whole from their route and are longer count."""
-
-TOGETHER_MAX = 256 * 1024 * 1024
-"""Maximum bytes of all of them. One more is refused, unless it is the only one."""
-
-PIECE_BYTES = 64 * 1024
-"""They are written in pieces of this size, the next one when the connection has room."""
+"""Answers that arrive whole from their route and are longer count. A choice: most are much shorter, and are
+sent as they are."""
 
 
 class Outgoing:
     """ASGI middleware that bounds the memory of long answers to GET.
 
     Attributes:
-        held_bytes: Their total size, as long as they are not written.
+        held: Those that are being written.
     """
 
-    def __init__(self, app: ASGIApp, together_max: int = TOGETHER_MAX) -> None:
+    def __init__(self, app: ASGIApp, together_max: int = HELD_BYTES_MAX) -> None:
         """Wrap `app`."""
-        self.held_bytes = 0
+        self.held = HeldAnswers(together_max)
         self._app = app
-        self._together_max = together_max
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
@@ -63,12 +58,11 @@ class Outgoing:
     async def _write(self, start: Any, message: Any, send: Send) -> bool:
         """Write a long body, or refuse it. Return whether it was written."""
         body, size = message["body"], len(message["body"])
-        if start is not None and self.held_bytes and self.held_bytes + size > self._together_max:
+        if start is not None and not self.held.has_room(size):
             refusal = "Too many long answers are being sent at once. Please retry."
             await send_refusal(OutOfResources(refusal, retry_after_s=5), send)
             return False
-        self.held_bytes += size
-        try:
+        with self.held.holding(size):
             if start is not None:
                 await send(start)
             for at in range(0, size, PIECE_BYTES):
@@ -76,8 +70,6 @@ class Outgoing:
                 more_body = message["more_body"] or not is_last
                 piece = body[at : at + PIECE_BYTES]
                 await send({"type": "http.response.body", "body": piece, "more_body": more_body})
-        finally:
-            self.held_bytes -= size
         return True
 
 

@@ -1,7 +1,8 @@
 """A request within an ASGI call: read the body, run the work, cancel it when the caller disconnects."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +21,16 @@ FINISH_S = 30.0
 
 
 KEY_SHARE = 0.75
-"""Share of the memory for bodies being received that those of one API key may take."""
+"""Share of the memory for bodies being received that those of one API key may take. A choice: enough for one
+key's burst, and the others can go on."""
+
+PIECE_BYTES = 64 * 1024
+"""Size of the writes of an answer that is there as a whole, which is the most that is buffered for a slow
+caller. A choice: few writes against memory."""
+
+HELD_BYTES_MAX = 256 * 1024 * 1024
+"""Maximum bytes of whole answers of one kind that callers may read slowly. A choice that bounds memory, and
+has room for several of the longest."""
 
 
 class CallerGone(Exception):
@@ -202,6 +212,32 @@ class Uploads:
         self.bytes -= size
         if key is not None:
             self._bytes_of[key] = self._bytes_of.get(key, 0) - size
+
+
+class HeldAnswers:
+    """Accounts for whole answers that wait to be read, so that slow callers cannot fill the memory.
+
+    Attributes:
+        bytes: Their total size.
+    """
+
+    def __init__(self, bytes_max: int = HELD_BYTES_MAX) -> None:
+        """Start with none."""
+        self.bytes = 0
+        self._bytes_max = bytes_max
+
+    def has_room(self, size: int) -> bool:
+        """Return whether one more may be sent: the only one may be of any size."""
+        return not self.bytes or self.bytes + size <= self._bytes_max
+
+    @contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Count an answer while it is being sent."""
+        self.bytes += size
+        try:
+            yield
+        finally:
+            self.bytes -= size
 
 
 def announced_bytes(digits: bytes | str) -> int:

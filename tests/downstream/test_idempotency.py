@@ -19,9 +19,9 @@ from gateway.core.errors import (
 )
 from gateway.core.idempotency import IdempotencyClaim, KeyState, StoredAnswer, fingerprint
 from gateway.core.usage import Ending
-from gateway.downstream.idempotency import REPLAYED_BYTES_MAX, IdempotencyRules, IdempotentRequests
+from gateway.downstream.idempotency import IdempotencyRules, IdempotentRequests
 from gateway.downstream.reading import BodyReaders, Received, Work
-from gateway.downstream.relay import AsgiDownstream, HttpDownstream
+from gateway.downstream.relay import HELD_BYTES_MAX, AsgiDownstream, HttpDownstream
 from gateway.pipeline import CallerStalled
 from gateway.ports import Arrival
 from gateway.store.memory import MemoryIdempotency
@@ -361,12 +361,12 @@ async def test_answers_that_are_read_slowly_have_a_bound_together() -> None:
     desk = Desk()
     await desk.ask(stream)
 
-    desk.idempotency.replayed_bytes += REPLAYED_BYTES_MAX  # of others
+    desk.idempotency.replayed.bytes += HELD_BYTES_MAX  # of others
     with pytest.raises(OutOfResources):
         await desk.ask(stream)
     assert desk.notes.requests[-1].status == 503
-    desk.idempotency.replayed_bytes -= REPLAYED_BYTES_MAX
+    desk.idempotency.replayed.bytes -= HELD_BYTES_MAX
     await desk.ask(stream)
 
     assert desk.notes.requests[-1].ending is Ending.REPLAYED
-    assert desk.idempotency.replayed_bytes == 0
+    assert desk.idempotency.replayed.bytes == 0

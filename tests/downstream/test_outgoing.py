@@ -7,7 +7,8 @@ from typing import Any
 
 import anyio
 
-from gateway.downstream.outgoing import LONG_BYTES, PIECE_BYTES, Outgoing
+from gateway.downstream.outgoing import LONG_BYTES, Outgoing
+from gateway.downstream.relay import PIECE_BYTES
 
 LONG = b"0123456789abcdef" * (LONG_BYTES // 16) + b"end"
 
@@ -68,7 +69,7 @@ async def test_long_answers_have_a_bound_together() -> None:
     third.reads.set()
 
     async with asked(outgoing, first), asked(outgoing, second):
-        assert outgoing.held_bytes == 2 * len(LONG)
+        assert outgoing.held.bytes == 2 * len(LONG)
         await outgoing(get(), receive, third.send)
     async with asked(outgoing, later):
         pass
@@ -77,7 +78,7 @@ async def test_long_answers_have_a_bound_together() -> None:
     assert b'"out_of_resources"' in third.body
     assert first.body == second.body == later.body == LONG
     assert {len(message["body"]) for message in first.got[1:-1]} == {PIECE_BYTES}
-    assert outgoing.held_bytes == 0
+    assert outgoing.held.bytes == 0
 
 
 async def test_one_answer_may_be_longer_than_the_bound() -> None:
@@ -93,10 +94,10 @@ async def test_the_bytes_of_a_caller_that_leaves_count_no_longer() -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(outgoing, get(), receive, reader.send)
         await anyio.wait_all_tasks_blocked()
-        assert outgoing.held_bytes == len(LONG)
+        assert outgoing.held.bytes == len(LONG)
         tasks.cancel_scope.cancel()
 
-    assert outgoing.held_bytes == 0
+    assert outgoing.held.bytes == 0
 
 
 async def test_other_answers_are_sent_as_they_are() -> None:
