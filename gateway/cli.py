@@ -149,12 +149,11 @@ def check(config: Path, as_json: bool) -> None:
 
 def _vocabulary_faults(settings: "Settings | None") -> "Iterator[Problem]":
     """Yield why the vocabulary of a configuration cannot be used, if it is there."""
+    from gateway.settings.files import file_fault
     from gateway.tokenizer import vocab
 
-    if settings is None or settings.vocab is None:
+    if settings is None or settings.vocab is None or file_fault(settings.vocab):
         return
-    if not os.path.isfile(settings.vocab) or not os.access(settings.vocab, os.R_OK):
-        return  # which is told already
     try:
         vocab.load(settings.vocab)
     except ConfigError as error:

@@ -24,7 +24,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from gateway import interpreters
 from gateway.core.errors import ConfigError, StartupBlocked
 from gateway.events import about
-from gateway.exiting import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, TOLD_S
+from gateway.exiting import FAILURE, RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, TOLD_S
 from gateway.reload import LOOK_S, in_thread
 from gateway.settings import Settings, beside, load
 from gateway.settings.files import read
@@ -33,9 +33,6 @@ from gateway.store.keeper import next_pause_s, start_store
 from gateway.tasks import tasks_beside
 
 log = logging.getLogger("gateway.supervisor")
-
-FAILURE = 1
-"""Exit status for what may pass, such as an address that is in use: a supervisor should try again."""
 
 END_S = TOLD_S + STOP_S + 5.0
 """Time beyond its drain, or to exit at once, after which a worker is killed: what its own steps may take, and
