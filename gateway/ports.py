@@ -527,6 +527,9 @@ class JobStore(Protocol):
     async def claim(self, worker: str, lanes: Collection[str], attempts_max: int, config: str) -> Job | None:
         """Claim the next job of these lanes; None if there is none.
 
+        The highest priority goes first; then jobs that were claimed before. Of the others, the API keys of
+        a lane take turns, a job each. Between lanes, the job that was submitted first goes first.
+
         A job that was refused under the worker's configuration `config` is left to others; see `refuse`.
 
         A worker must not call this concurrently. If a call raised StoreUnavailable, so that the worker does

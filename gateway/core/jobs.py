@@ -37,7 +37,7 @@ class JobStatus(StrEnum):
 
 
 class JobPriority(StrEnum):
-    """The order of jobs within a lane. Jobs of equal priority run in the order of submission."""
+    """The order of jobs within a lane. API keys with jobs of equal priority take turns, a job each."""
 
     HIGH = "high"
     NORMAL = "normal"

@@ -39,16 +39,21 @@ local function head_of(lane)
     end
 end
 
--- Returns the id and the lane of the job that is next: by priority, then again before new, then by arrival.
+-- Returns the id, the lane and the order of the job that is next: by priority, then again before new, then the one of
+-- the lanes' heads that was accepted first.
 local function next_id()
-    local first, least, its_lane
+    local next_half, least, first, its_lane, its_order
     for _, lane in ipairs(lanes) do
         local id, order = head_of(lane)
-        if id and (not least or tonumber(order) < least) then
-            first, least, its_lane = id, tonumber(order), lane
+        if id then
+            local half = parts_of(tonumber(order))
+            local arrival = tonumber(redis.call('ZSCORE', key('jobs'), id) or 0)
+            if not first or half < next_half or half == next_half and arrival < least then
+                next_half, least, first, its_lane, its_order = half, arrival, id, lane, tonumber(order)
+            end
         end
     end
-    return first, its_lane
+    return first, its_lane, its_order
 end
 
 -- Has the job's stream hand it out. Returns whether it did.
@@ -63,7 +68,7 @@ local function take(job)
     end
     -- Somebody else has written to the stream: the order beside it counts.
     if entry then
-        drop_entry(job.stream, entry)
+        drop_entry(job.lane, job.stream, entry)
     else
         redis.pcall('XDEL', job.stream, job.entry)
         enqueue(job, 'again')
@@ -87,7 +92,7 @@ for _, lane in ipairs(lanes) do
     wake(lane)
 end
 for _ = 1, SWEPT_MAX do
-    local id, lane = next_id()
+    local id, lane, order = next_id()
     if not id then
         return false
     end
@@ -103,6 +108,11 @@ for _ = 1, SWEPT_MAX do
     elseif take(job) then
         for _, name in ipairs({'waiting', 'ages'}) do
             redis.call('ZREM', key(name, job.lane), id)
+        end
+        local _, turn = parts_of(order)
+        if turn then
+            note_turn(job, turn)
+            redis.call('SADD', key('busy', lane), job.stream)
         end
         redis.call('HINCRBY', key('running'), job.lane, 1)
         set(job, {status = 'in_progress', attempt = job.attempt + 1, started = now, worker = worker, token = token})

@@ -6,7 +6,11 @@
 --
 -- job:<id>           HASH    the job
 -- chunks:<id>        STREAM  its answer: chunk n is entry 0-(n+1)
--- new:<p>:<lane>     STREAM  new jobs of a priority, in the order of submission
+-- new:<p>:<lane>:<owner>
+--                    STREAM  new jobs of a priority and an owner, in the order of submission
+-- busy:<lane>        SET     those of these streams that have claimed jobs
+-- turns:<lane>       HASH    priority -> the latest turn in which a job was claimed; "priority owner" -> the one after
+--                            that of the owner's job that was claimed last
 -- again:<p>:<lane>   STREAM  jobs that were claimed before; they go first
 -- left:<p>:<lane>    STREAM  refused jobs; each is added when it is claimed again
 -- waiting:<lane>     ZSET    jobs in the lane's streams that are not claimed, in the order of claiming; and refused ones
@@ -38,6 +42,7 @@ local GROUP, BY_SWEEP = 'workers', '(sweep)'
 local PRIORITIES = {'high', 'normal', 'batch'}
 local RANK = {high = 0, normal = 1, batch = 2}
 local SPAN = 2 ^ 50 -- order numbers per priority; the first half is for jobs that were claimed before
+local TURN = 2 ^ 16 -- order numbers per turn, in the second half. Of more jobs in one turn, some change places
 local SWEEP_MS = math.min(1000, LOST / 5)
 local SWEPT_MAX = 200 -- maximum per kind and sweep; the rest follows in the next script
 local BUCKET_MS, LATELY_MS = 10000, 300000 -- for counting ends
@@ -141,18 +146,63 @@ end
 
 -- ------------------------------------------------------------------ entering and leaving streams
 
+-- Each owner's new jobs have a stream of their own, so that owners can take turns.
+local function stream_of(job, kind)
+    return kind == 'new' and key(kind, job.priority, job.lane, job.owner) or key(kind, job.priority, job.lane)
+end
+
 local function put_into_stream(job, kind)
-    local stream = key(kind, job.priority, job.lane)
+    local stream = stream_of(job, kind)
     if redis.call('EXISTS', stream) == 0 then
         redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
     end
     set(job, {stream = stream, entry = redis.call('XADD', stream, '*', 'job', job.id)})
 end
 
+-- Returns of an order number what goes before everything else, priority and whether the job is new, as one number;
+-- then, of a new job, its turn.
+local function parts_of(order)
+    local half = math.floor(order / (SPAN / 2))
+    return half, half % 2 == 1 and math.floor((order - half * SPAN / 2) / TURN) or nil
+end
+
+-- Returns the id of the last job in a stream, if there is one. XREVRANGE would be a right that users did not need before.
+local function last_of(stream)
+    local about = redis.call('EXISTS', stream) == 1 and redis.call('XINFO', 'STREAM', stream) or {}
+    for i = 1, #about, 2 do
+        if about[i] == 'last-entry' then
+            return about[i + 1] and about[i + 1][2][2]
+        end
+    end
+end
+
+-- Returns the turn of a job that becomes its owner's last: the one after that owner's last job, whether it still waits
+-- or was the last to be claimed, but not before the turn that the lane has reached.
+local function next_turn(job)
+    local reached = redis.call('HMGET', key('turns', job.lane), job.priority, job.priority .. ' ' .. job.owner)
+    local turn = math.max(tonumber(reached[1] or 0), tonumber(reached[2] or 0))
+    local last = last_of(stream_of(job, 'new'))
+    local order = last and redis.call('ZSCORE', key('waiting', job.lane), last)
+    if order then
+        local _, its_turn = parts_of(tonumber(order))
+        turn = math.max(turn, (its_turn or 0) + 1)
+    end
+    return turn
+end
+
+-- Notes that a new job is claimed in its turn.
+local function note_turn(job, turn)
+    local turns = key('turns', job.lane)
+    local reached = tonumber(redis.call('HGET', turns, job.priority) or 0)
+    redis.call('HSET', turns, job.priority, math.max(turn, reached), job.priority .. ' ' .. job.owner, turn + 1)
+end
+
 local function enqueue(job, kind)
-    local order = RANK[job.priority] * SPAN + redis.call('INCR', key('arrivals'))
+    local order, arrival = RANK[job.priority] * SPAN, redis.call('INCR', key('arrivals'))
     if kind == 'new' then
-        order = order + SPAN / 2
+        order = order + SPAN / 2 + next_turn(job) * TURN + arrival % TURN
+    else
+        order = order + arrival
     end
     redis.call('ZADD', key('waiting', job.lane), order, job.id)
     if redis.call('HEXISTS', key('refused', job.lane), job.id) == 1 then
@@ -194,15 +244,19 @@ local function accept(job, expires)
     queue(job, 'new', 0)
 end
 
-local function drop_entry(stream, entry)
+local function drop_entry(lane, stream, entry)
     redis.call('XACK', stream, GROUP, entry)
     redis.call('XDEL', stream, entry)
+    if #redis.call('XRANGE', stream, '-', '+', 'COUNT', 1) == 0 then
+        redis.call('DEL', stream) -- there may be many, of one owner each
+        redis.call('SREM', key('busy', lane), stream)
+    end
 end
 
 -- Removes a job from its queue, or from its worker.
 local function leave(job)
     if job.entry and job.entry ~= '' then
-        drop_entry(job.stream, job.entry)
+        drop_entry(job.lane, job.stream, job.entry)
     end
     if job.status == 'queued' then
         for _, name in ipairs({'waiting', 'resting', 'ages'}) do
@@ -213,6 +267,26 @@ local function leave(job)
     end
 end
 
+-- Returns the streams of a lane from which jobs may be claimed, in an order that does not change.
+local function streams_of(lane)
+    local names, found = {}, {}
+    for _, stream in ipairs(redis.call('SMEMBERS', key('busy', lane))) do
+        names[stream] = true
+    end
+    for _, priority in ipairs(PRIORITIES) do
+        for _, kind in ipairs({'again', 'left', 'new'}) do -- a new one without an owner is of an earlier version
+            names[key(kind, priority, lane)] = true
+        end
+    end
+    for stream in pairs(names) do
+        if redis.call('EXISTS', stream) == 1 then
+            found[#found + 1] = stream
+        end
+    end
+    table.sort(found)
+    return found
+end
+
 local function close_if_empty(lane)
     local running = tonumber(redis.call('HGET', key('running'), lane) or 0)
     if running > 0 or redis.call('EXISTS', key('ages', lane)) == 1 then
@@ -220,10 +294,7 @@ local function close_if_empty(lane)
     end
     redis.call('SREM', key('lanes'), lane)
     redis.call('HDEL', key('running'), lane)
-    for _, priority in ipairs(PRIORITIES) do
-        redis.call('DEL', key('new', priority, lane), key('again', priority, lane), key('left', priority, lane))
-    end
-    redis.call('DEL', key('refused', lane))
+    redis.call('DEL', key('refused', lane), key('turns', lane), key('busy', lane), unpack(streams_of(lane)))
 end
 
 -- ------------------------------------------------------------------ workers' models
@@ -347,7 +418,7 @@ end
 
 -- ------------------------------------------------------------------ the sweep
 
-local function take_over(stream)
+local function take_over(lane, stream)
     -- Redis 6.2 returns two elements, later ones three; with JUSTID the second has ids in both.
     local at, found, lost = '0-0', {}, nil
     repeat -- each call looks at ten times as many entries at most, and returns where it has stopped
@@ -366,27 +437,23 @@ local function take_over(stream)
             set(job, {failures = job.failures + 1})
             queue(job, 'again', 0)
         else
-            drop_entry(stream, entry)
+            drop_entry(lane, stream, entry)
         end
     end
+    if redis.call('EXISTS', stream) == 0 then
+        return -- that was its last entry
+    end
+    local is_busy = false
     for _, consumer in ipairs(redis.call('XINFO', 'CONSUMERS', stream, GROUP)) do
         if consumer[4] == 0 then -- its next claim creates it again
             redis.call('XGROUP', 'DELCONSUMER', stream, GROUP, consumer[2])
+        else
+            is_busy = true
         end
     end
-end
-
-local function streams_of(lane)
-    local found = {}
-    for _, priority in ipairs(PRIORITIES) do
-        for _, kind in ipairs({'again', 'left', 'new'}) do
-            local stream = key(kind, priority, lane)
-            if redis.call('EXISTS', stream) == 1 then
-                found[#found + 1] = stream
-            end
-        end
+    if not is_busy then
+        redis.call('SREM', key('busy', lane), stream)
     end
-    return found
 end
 
 -- This server's clock has gone back: stored times in the future must not delay anything. Claims count from now on;
@@ -442,7 +509,7 @@ local function sweep()
     if now - since >= LOST then
         for _, lane in ipairs(redis.call('HKEYS', key('running'))) do
             for _, stream in ipairs(streams_of(lane)) do
-                take_over(stream)
+                take_over(lane, stream)
             end
         end
     end

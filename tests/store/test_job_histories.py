@@ -68,14 +68,20 @@ class Model:
     is_new: bool = True  # never claimed since it was queued from the start
     rests: bool = False
     is_due: bool = False  # it has rested, and will be seen by whoever claims
-    arrival: int = 0  # its turn among those of its priority that are as new
+    turn: int = 0  # while new: when the owners of its lane and priority have had as many jobs each
+    arrival: int = 0  # its place among those of the same turn, or of those that are not new
+    accepted: int = 0
     returned: int | None = None  # the attempt that gave it back last
     refused: set[int] = field(default_factory=set)  # by workers of which each has its own configuration
     is_kept: bool = True
 
     @property
-    def rank(self) -> tuple[int, bool, int]:
-        return PRIORITIES.index(self.priority), self.is_new, self.arrival
+    def half(self) -> tuple[int, bool]:
+        return PRIORITIES.index(self.priority), self.is_new
+
+    @property
+    def rank(self) -> tuple[int, bool, int, int]:
+        return *self.half, self.turn if self.is_new else 0, self.arrival
 
     @property
     def size_bytes(self) -> int:
@@ -97,6 +103,8 @@ class JobHistories(RuleBasedStateMachine):
         self.models: dict[str, Model] = {}
         self.claims: list[tuple[str, int]] = []  # every one there ever was
         self.arrivals = 0
+        self.reached: dict[tuple[str, JobPriority], int] = {}  # turns
+        self.had: dict[tuple[str, JobPriority, str], int] = {}
         for number, store in enumerate(self.stores):
             self.run(store.beat(f"w{number}", [], Serving(f"c{number}", frozenset({"m"}))))
 
@@ -113,6 +121,11 @@ class JobHistories(RuleBasedStateMachine):
 
     def queue(self, job: Model, *, is_new: bool, rests: bool = False) -> None:
         self.arrivals += 1
+        if is_new:
+            line = (job.lane, job.priority, job.key)
+            own = [it for it in self.of(JobStatus.QUEUED) if it.is_new and it is not job]
+            last = max((it.turn for it in own if (it.lane, it.priority, it.key) == line), default=-1)
+            job.turn = max(self.reached.get(line[:2], 0), self.had.get(line, 0), last + 1)
         job.status, job.worker = JobStatus.QUEUED, None
         job.is_new, job.rests, job.is_due, job.arrival = is_new, rests, False, self.arrivals
 
@@ -120,10 +133,13 @@ class JobHistories(RuleBasedStateMachine):
         assert not job.status.is_final
         job.status, job.code, job.worker, job.rests = status, code, None, False
         job.refused.clear()
+        if not any(it.lane == job.lane for it in self.of(JobStatus.QUEUED, JobStatus.IN_PROGRESS)):
+            self.reached = {line: turn for line, turn in self.reached.items() if line[0] != job.lane}
+            self.had = {line: turn for line, turn in self.had.items() if line[0] != job.lane}
 
     def ahead(self, job: Model) -> int:
         """Return how many would go before a job that is queued."""
-        rank = (job.rank[0], False, self.arrivals + 1) if job.rests else job.rank
+        rank = (job.rank[0], False, 0, self.arrivals + 1) if job.rests else job.rank
         queued = [other for other in self.of(JobStatus.QUEUED) if other.lane == job.lane and not other.rests]
         return sum(other.rank < rank for other in queued)
 
@@ -151,7 +167,7 @@ class JobHistories(RuleBasedStateMachine):
             assert outcome is Refusal.TOO_MANY_BYTES
         else:
             assert isinstance(outcome, Job)
-            self.models[id] = Model(id, key, lane, priority)
+            self.models[id] = Model(id, key, lane, priority, accepted=len(self.models))
             self.queue(self.models[id], is_new=True)
 
     @precondition(lambda self: self.models)
@@ -198,7 +214,7 @@ class JobHistories(RuleBasedStateMachine):
             if job.lane in lanes:
                 self.queue(job, is_new=False)
         while heads := self.heads(lanes, worker):
-            head = min(heads, key=lambda job: job.rank)
+            head = min(heads, key=lambda job: (job.half, job.accepted))
             if head.failures < ATTEMPTS_MAX:
                 break
             self.end(head, JobStatus.FAILED, "job_poisoned")
@@ -207,6 +223,10 @@ class JobHistories(RuleBasedStateMachine):
             return
         assert claimed is not None
         assert claimed.id == head.id
+        if head.is_new:
+            line = (head.lane, head.priority, head.key)
+            self.reached[line[:2]] = max(head.turn, self.reached.get(line[:2], 0))
+            self.had[line] = head.turn + 1
         head.status, head.worker, head.attempt = JobStatus.IN_PROGRESS, worker, head.attempt + 1
         assert claimed.attempt == head.attempt
         self.claims.append((head.id, head.attempt))
@@ -301,9 +321,15 @@ class JobHistories(RuleBasedStateMachine):
             lost = [job for job in self.of(JobStatus.IN_PROGRESS) if (job.worker, job.lane) == (worker, lane)]
             self.run(self.world.lose_worker_of(*(job.id for job in lost)))
             self.run(self.stores[(worker + 1) % WORKERS].beat("another", [], NO_MODELS))
-            for job in sorted(lost, key=lambda job: job.rank):
+            for job in sorted(lost, key=lambda job: self.placed(job)):
                 job.failures += 1
                 self.queue(job, is_new=False)
+
+    def placed(self, job: Model) -> int:
+        """Return where a job of a dead worker is now: of several, which goes first is the server's choice."""
+        found = self.run(self.callers.get(job.id))
+        assert found is not None and found.position is not None
+        return found.position
 
     # ------------------------------------------------------------------ time
 
@@ -395,12 +421,9 @@ class JobHistories(RuleBasedStateMachine):
     async def entries(self, lane: str) -> tuple[int, int]:
         """Return how many entries of a lane's streams are not handed out yet, and how many are pending."""
         entries, pending = 0, 0
-        for priority in PRIORITIES:
-            for kind in ("again", "left", "new"):
-                stream = self.world.key(kind, priority, lane)
-                if await self.redis.exists(stream):
-                    entries += await self.redis.xlen(stream)
-                    pending += (await self.redis.xpending(stream, "workers"))["pending"]
+        for stream in await self.world.streams(lane):
+            entries += await self.redis.xlen(stream)
+            pending += (await self.redis.xpending(stream, "workers"))["pending"]
         return entries - pending, pending
 
     def teardown(self) -> None:

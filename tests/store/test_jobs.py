@@ -223,6 +223,72 @@ async def test_the_order_is_by_priority_then_by_arrival(world: JobWorld, jobs: J
     assert await claimed(jobs) == ["c", "f", "b", "e", "a", "d"]
 
 
+async def submit_of(world: JobWorld, jobs: Jobs, *ids: str, **changes: Any) -> None:
+    """Submit jobs whose ids begin with the name of their key."""
+    for id in ids:
+        await world.submit(jobs, id, key=id[:-1], **changes)
+
+
+async def test_keys_take_turns_in_a_lane(world: JobWorld, jobs: Jobs) -> None:
+    await submit_of(world, jobs, "alice1", "alice2", "alice3", "alice4", "bob1", "bob2", "carol1")
+    turns = ["alice1", "bob1", "carol1", "alice2", "bob2", "alice3", "alice4"]
+    assert [(await get(jobs, id)).position for id in turns] == [1, 2, 3, 4, 5, 6, 7]
+    assert await claimed(jobs) == turns
+    await jobs.finish(*jobs.held("alice1"), JobStatus.COMPLETED)
+    await submit_of(world, jobs, "bob3", "alice5", "dave1")
+    assert await claimed(jobs) == ["bob3", "dave1", "alice5"]  # alice has had more than these
+
+
+async def test_keys_without_a_backlog_do_not_hold_up_one_that_has_one(world: JobWorld, jobs: Jobs) -> None:
+    await submit_of(world, jobs, "alice1", "alice2", "alice3", "bob1", "carol1")
+    order = []
+    for number in range(2, 5):
+        for _ in range(3):
+            job = await world.claim(jobs)
+            order.append(job.id)
+            if job.new.key != "alice":  # submits its next one once the last has begun
+                await submit_of(world, jobs, f"{job.new.key}{number}")
+    assert order == ["alice1", "bob1", "carol1", "alice2", "bob2", "carol2", "alice3", "bob3", "carol3"]
+
+
+async def test_a_key_that_cancelled_its_backlog_waits_no_longer_for_it(world: JobWorld, jobs: Jobs) -> None:
+    backlog = [f"alice{number}" for number in range(5)]
+    await submit_of(world, jobs, *backlog, "bob1", "bob2")
+    for id in backlog[1:]:
+        await jobs.cancel(id)
+    await submit_of(world, jobs, "alice5")
+    assert await claimed(jobs) == ["alice0", "bob1", "bob2", "alice5"]
+
+
+async def test_keys_take_turns_within_a_priority_and_a_lane(world: JobWorld, jobs: Jobs) -> None:
+    await submit_of(world, jobs, "alice1", "alice2", "alice3")
+    assert await claimed(jobs) == ["alice1", "alice2", "alice3"]
+    await submit_of(world, jobs, "alice4", "bob1", lane="m/push")
+    await submit_of(world, jobs, "alice5", "bob2", priority=JobPriority.HIGH)
+    assert await claimed(jobs, lanes=["m/push"]) == ["alice4", "bob1"]
+    assert await claimed(jobs) == ["alice5", "bob2"]
+
+
+async def test_a_lane_that_is_long_in_use_does_not_wait_for_a_new_one(world: JobWorld, jobs: Jobs) -> None:
+    await world.submit(jobs, *(f"j{number}" for number in range(5)))
+    assert len(await claimed(jobs)) == 5
+    await world.submit(jobs, "first")
+    await world.submit(jobs, "second", "third", lane="m/push")
+    assert await claimed(jobs, lanes=LANES) == ["first", "second", "third"]
+
+
+async def test_a_key_has_a_stream_only_while_it_has_jobs(world: JobWorld, jobs: Jobs) -> None:
+    await submit_of(world, jobs, "alice1", "bob1", "bob2", "carol1")
+    assert len(await world.streams()) == 3
+    assert await claimed(jobs) == ["alice1", "bob1", "carol1", "bob2"]
+    await jobs.finish(*jobs.held("alice1"), JobStatus.COMPLETED)
+    await jobs.cancel("carol1")
+    assert await world.streams() == [world.key("new", "normal", LANE, "=bob")]
+    await world.lose_worker_of("bob1", "bob2")
+    assert await claimed(jobs) == ["bob1", "bob2"]
+    assert await world.streams() == [world.key("again", "normal", LANE)]
+
+
 async def test_lanes_do_not_wait_for_each_other(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a", "b", lane="m/light")
     await world.submit(jobs, "c", lane="m/push")
@@ -322,7 +388,8 @@ async def test_a_job_can_be_taken_over_though_the_others_of_its_lane_have_ended(
     await world.submit(jobs, "a", "b")
     assert await claimed(jobs) == ["a", "b"]
     await jobs.finish(*jobs.held("a"), JobStatus.COMPLETED)
-    assert await world.redis.xlen(world.key("new", "normal", LANE)) == 1  # nothing of what has ended
+    (stream,) = await world.streams()
+    assert await world.redis.xlen(stream) == 1  # nothing of what has ended
     await world.lose_worker_of("b")
     assert await claimed(jobs) == ["b"]
 
@@ -948,7 +1015,7 @@ async def test_of_two_attempts_of_one_number_the_one_that_the_store_knows_has_th
 
 async def test_a_stream_that_was_deleted_or_written_to_is_put_right(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a", "b")
-    stream = world.key("new", "normal", LANE)
+    stream = world.key("new", "normal", LANE, "=alice")
     await world.redis.delete(stream)
     assert await claimed(jobs) == ["a", "b"]
     await jobs.give_back(*jobs.held("a"), attempts_max=3)
@@ -982,8 +1049,7 @@ async def test_consumers_do_not_pile_up(world: JobWorld, jobs: Jobs) -> None:
         await world.lose_worker_of("a")
     await jobs.beat("w", [], NO_MODELS)
     consumers = 0
-    for kind in ("new", "again"):
-        stream = world.key(kind, "normal", LANE)
+    for stream in await world.streams():
         consumers += len(await world.redis.xinfo_consumers(stream, "workers"))
     assert consumers == 1
 

@@ -95,6 +95,11 @@ class JobWorld:
         start = len(self.key(""))
         return {key[start:].split(":")[0] async for key in self.redis.scan_iter(match=f"{self.key('')}*")}
 
+    async def streams(self, lane: str = LANE) -> list[str]:
+        """Return a lane's streams."""
+        found = [key async for key in self.redis.scan_iter(match=f"{self.key('')}*", _type="stream")]
+        return sorted(stream for stream in found if lane in stream.removeprefix(self.key("")).split(":"))
+
     async def serving(self, model: str) -> list[str]:
         """Return "worker config" of the processes that have said that they have a model."""
         return [str(one) for one in await self.redis.zrange(self.key("serving", model), 0, -1)]
