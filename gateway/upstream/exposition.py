@@ -43,7 +43,10 @@ PROMPT_TOKENS = (
     "llamacpp:prompt_tokens_total",
 )
 PREEMPTIONS = ("vllm:num_preemptions_total",)
-STEPS = ("llamacpp:n_decode_total",)  # no cache gauge of it changes during a long prefill
+STEPS = (  # of engines whose other metrics may all stay the same for as long as a request takes
+    "llamacpp:n_decode_total",  # no cache gauge
+    "sglang:realtime_tokens_total",  # each step; the others wait for the end of a request
+)
 STARTED_AT = ("process_start_time_seconds",)  # epoch seconds; the latest
 
 _LIMIT = 1e18

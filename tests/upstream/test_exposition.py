@@ -62,6 +62,27 @@ def test_a_page_of_llama_cpps_server() -> None:
     )
 
 
+SGLANG = b"""\
+sglang:num_running_reqs{engine_type="unified",model_name="gemma-4-31b-it",pp_rank="0",tp_rank="0"} 1.0
+sglang:num_queue_reqs{engine_type="unified",model_name="gemma-4-31b-it",pp_rank="0",tp_rank="0"} 0.0
+sglang:token_usage{engine_type="unified",model_name="gemma-4-31b-it",pp_rank="0",tp_rank="0"} 0.0
+sglang:prompt_tokens_total{engine_type="unified",is_streaming="false",model_name="gemma-4-31b-it"} 7.0
+sglang:prompt_tokens_total{engine_type="unified",is_streaming="true",model_name="gemma-4-31b-it"} 52.0
+sglang:generation_tokens_total{engine_type="unified",is_streaming="false",model_name="gemma-4-31b-it"} 1.0
+sglang:generation_tokens_total{engine_type="unified",is_streaming="true",model_name="gemma-4-31b-it"} 10219.0
+sglang:realtime_tokens_total{mode="prefill_compute",model_name="gemma-4-31b-it",tp_rank="0"} 150.0
+sglang:realtime_tokens_total{mode="prefill_cache",model_name="gemma-4-31b-it",tp_rank="0"} 41.0
+sglang:realtime_tokens_total{mode="decode",model_name="gemma-4-31b-it",tp_rank="0"} 11488.0
+"""
+
+
+def test_a_page_of_sglang_tells_the_progress_of_a_request_that_runs() -> None:
+    """Only the last three lines changed in 50 seconds of one stream (SGLang 0.5.23, a pool of 500,000)."""
+    assert sample(SGLANG, 7.0) == EngineSample(
+        at=7.0, running=1, generation_tokens=10220.0, prompt_tokens=59.0, steps=11679.0
+    )
+
+
 def test_several_engines_behind_one_port_are_combined() -> None:
     page = b"".join(
         b'vllm:num_requests_running{engine="%d"} %d\nvllm:kv_cache_usage_perc{engine="%d"} 0.%d\n'

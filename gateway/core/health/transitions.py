@@ -232,7 +232,8 @@ def _mark(engine: EngineSample) -> tuple[float, ...]:
     Prompt tokens are counted only at the end of a whole prefill, which takes 139 s for 200,000 tokens. But
     each of its chunks takes KV blocks, and the engine's step sets that gauge, so a hung engine leaves it
     unchanged. Running and waiting are left out, because the arrival of a request is not progress;
-    preemptions, because they also rise in a livelock. llama.cpp has no KV gauge, but counts its steps.
+    preemptions, because they also rise in a livelock. llama.cpp has no KV gauge, but counts its steps;
+    SGLang rounds its gauge and counts the tokens of a request at its end, but also those of each step.
     """
     return (engine.kv_usage, engine.generation_tokens, engine.prompt_tokens, engine.steps)
 

@@ -69,7 +69,7 @@ class EngineSample:
         kv_usage: Share of its KV blocks in use, 0..1.
         generation_tokens, prompt_tokens: Counters since its start.
         preemptions: Counter since its start; a rise means KV thrashing.
-        steps: Computed batches since its start; 0 if not exported.
+        steps: Computed batches since its start, or tokens in them; 0 if not exported.
         started_at: Epoch seconds of its start (`process_start_time_seconds`); None if not exported.
     """
 
