@@ -19,7 +19,8 @@ ABORTED = "abort"
 """The finish_reason of an aborted answer: the engine is stopping, or was told to abort it."""
 
 _OVERLONG = re.compile(
-    r"maximum context length|max_model_len|context window|available context size", re.IGNORECASE
+    r"maximum context length|max_model_len|context window|available context size|the model's context length",
+    re.IGNORECASE,
 )
 _CALLERS_FAULT = re.compile(
     r"(?:image|audio|video) input is not supported|Failed to parse (?:messages|tools): ", re.IGNORECASE

@@ -141,6 +141,18 @@ def test_so_is_one_that_is_too_long_for_llama_cpp() -> None:
     assert outcome is Outcome.REJECTED
 
 
+def test_so_is_one_that_is_too_long_for_sglang() -> None:
+    body = (
+        b'{"object":"error","message":"The input (4513 tokens) is longer than the model\'s context length '
+        b'(4096 tokens).","type":"BadRequestError","param":null,"code":400}'
+    )
+
+    failure, outcome = verdict(400, read_error(body))
+
+    assert (failure.status, failure.code) == (400, "context_length_exceeded")
+    assert outcome is Outcome.REJECTED
+
+
 @pytest.mark.parametrize("param", ["max_tokens", "truncate_prompt_tokens"])
 def test_a_complaint_about_a_limit_is_not_an_overflow(param: str) -> None:
     message = f"{param}=9 cannot be greater than max_model_len=4"
