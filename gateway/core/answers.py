@@ -58,6 +58,8 @@ _MESSAGE = re.compile(
 _LIMITS = frozenset({"max_tokens", "truncate_prompt_tokens"})
 """Members that may themselves be greater than the window, however short the prompt is."""
 _OWN_VERDICTS = frozenset({400, 413, 422})
+_SAID_LATE = _OWN_VERDICTS | {429, 503}
+"""Statuses believed in an error within an answer of status 200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class BackendError:
     message: str
     code: str = ""
     param: str | None = None
+    status: int | None = None
+    """The status by which an engine refuses a request after it has begun a stream, which has status 200."""
 
     @property
     def is_crash(self) -> bool:
@@ -130,6 +134,7 @@ def error_of(decoded: object) -> BackendError | None:
             message=str(error.get("message") or error),
             code=code if isinstance(code, str) else "",
             param=param if isinstance(param, str) else None,
+            status=code if isinstance(code, int) and code in _SAID_LATE else None,
         )
     if isinstance(error, str):
         return BackendError(error)

@@ -422,9 +422,11 @@ class Attempt:
     # -------------------------------------------------------------- failures
 
     async def _refused(self, response: UpstreamResponse) -> GatewayError:
-        error = answers.read_error(await response.read_whole(ERROR_BYTES_MAX))
-        failure, self._outcome = answers.verdict(response.status, error)
-        self._detail = f"status {response.status}" + (f": {error.gist}" if error.gist else "")
+        return self._verdict(response.status, answers.read_error(await response.read_whole(ERROR_BYTES_MAX)))
+
+    def _verdict(self, status: int, error: BackendError) -> GatewayError:
+        failure, self._outcome = answers.verdict(status, error)
+        self._detail = f"status {status}" + (f": {error.gist}" if error.gist else "")
         self._context.crashes += error.is_crash
         failure.message = self._names.in_text(failure.message)
         return failure
@@ -438,6 +440,8 @@ class Attempt:
             if isinstance(fault, FewerChoices):
                 return ChoicesMissing(fault.message)
             return AnswerUnfit(fault.message, code=fault.code)
+        if fault.status is not None and not self._context.is_answered:
+            return self._verdict(fault.status, fault)
         self._detail = fault.gist or "status 200, but an error or an invalid answer"
         self._context.crashes += fault.is_crash
         is_stopping = fault.code == ABORTED

@@ -215,6 +215,11 @@ async def test_usage_is_learned_from_and_hidden_from_who_did_not_ask(world: Worl
             id="stopping",
         ),
         pytest.param(Script([b'{"error":{"message":"busy"}}'], status=503), Outcome.BUSY, id="503"),
+        pytest.param(
+            Script([b'data: {"error": {"object": "error", "message": "busy", "code": 503}}\n\n', DONE]),
+            Outcome.BUSY,
+            id="503-in-a-stream",
+        ),
         pytest.param(Script([b'{"error":"Unauthorized"}'], status=401), Outcome.MISCONFIGURED, id="401"),
         pytest.param(
             Script([b'{"error":{"message":"no model"}}'], status=404), Outcome.MISCONFIGURED, id="404"
@@ -432,6 +437,24 @@ async def test_a_backends_verdict_on_the_content_is_final(world: World) -> None:
     assert caught.value.param == "temperature"
     assert world.fleet.reports == [("light-0", Outcome.REJECTED)]
     assert world.notes.requests[0].ending is Ending.REJECTED
+
+
+async def test_so_is_one_in_a_stream_that_has_begun(world: World) -> None:
+    """SGLang 0.5.23 compiles a grammar after it has sent the head of the answer."""
+    refused = (
+        b'data: {"error": {"object": "error", "message": "Failed to compile json grammar: [08:06:24] '
+        b'/project/cpp/json_schema_converter.cc:4175: Unsupported type \\"nonsense\\"\\n", '
+        b'"type": "BAD_REQUEST", "param": null, "code": 400}}\n\n'
+    )
+    world.answers(light_0=Script([refused, DONE]))
+
+    with pytest.raises(BackendRejected) as caught:
+        await world.run(world.request())
+
+    assert caught.value.status == 400
+    assert 'Unsupported type "nonsense"' in caught.value.message
+    assert len(world.upstream.targets) == 1
+    assert world.fleet.reports == [("light-0", Outcome.REJECTED)]
 
 
 @pytest.mark.parametrize("read_bytes", [1_000, 60_000, 200_000])
