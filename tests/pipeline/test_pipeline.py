@@ -216,7 +216,13 @@ async def test_usage_is_learned_from_and_hidden_from_who_did_not_ask(world: Worl
         ),
         pytest.param(Script([b'{"error":{"message":"busy"}}'], status=503), Outcome.BUSY, id="503"),
         pytest.param(
-            Script([b'data: {"error": {"object": "error", "message": "busy", "code": 503}}\n\n', DONE]),
+            Script(
+                [
+                    b'data: {"error": {"object": "error", "message": "The request queue is full.", '
+                    b'"type": "SERVICE_UNAVAILABLE", "param": null, "code": 503}}\n\n',
+                    DONE,
+                ]
+            ),
             Outcome.BUSY,
             id="503-in-a-stream",
         ),
