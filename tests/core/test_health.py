@@ -106,6 +106,26 @@ SCRIPTS: dict[str, tuple[list[tuple[float, Event]], list[str]]] = {
     "gone-and-back-is-probation": ([(0, OK), (1, REFUSED), (40, OK)], [U, B, P]),
     "down-and-back-is-probation": ([(0, OK), (1, REFUSED), (101, REFUSED), (500, OK)], [U, B, DOWN, P]),
     "two-slow-probes-are-forgiven": ([(0, OK), (1, TIMEOUT), (2, TIMEOUT), (3, OK), (4, TIMEOUT)], [U] * 5),
+    "slow-probes-of-an-engine-that-works-are-forgiven": (
+        [(0, OK), *((at, event) for at in range(1, 28) for event in (sample(5), TIMEOUT))],
+        [U] * 55,
+    ),
+    "a-hang-whose-probes-are-slow": (
+        [(0, OK), *((at, event) for at in range(1, 32) for event in (sample(5), TIMEOUT))],
+        [U] * 61 + [H] * 2,
+    ),
+    "slow-probes-of-an-idle-engine-eject": (
+        [(0, OK), *((at, event) for at in range(1, 4) for event in (sample(5, running=0), TIMEOUT))],
+        [U] * 6 + [X],
+    ),
+    "slow-probes-of-an-engine-that-worked-eject": (
+        [(0, OK), (1, sample(5)), *((at, TIMEOUT) for at in range(3, 9))],
+        [U] * 6 + [X] * 2,
+    ),
+    "slow-probes-of-an-engine-whose-metrics-fail-eject": (
+        [(0, OK), (1, sample(5)), (1, SampleFailed("HTTP 503")), *((at, TIMEOUT) for at in range(2, 5))],
+        [U] * 5 + [X],
+    ),
     "three-slow-probes-eject": ([(0, OK), (1, TIMEOUT), (2, TIMEOUT), (3, TIMEOUT)], [U, U, U, X]),
     "a-resolver-hiccup-is-forgiven": ([(0, OK), (1, UNRESOLVED), (2, UNRESOLVED), (3, OK)], [U] * 4),
     "a-name-that-is-gone-is-a-container-that-is-gone": (
@@ -520,7 +540,8 @@ def test_the_longest_step_reads_the_last_chunk_of_the_longest_prompt() -> None:
 
 
 def test_what_an_engine_reported_counts_while_it_can_be_asked() -> None:
-    seen = play((0, OK), (1, sample(5)), (2, SampleFailed("HTTP 404")), (3, sample(6)), (4, TIMEOUT), (5, OK))
+    broken = ProbeFailed(ProbeFault.STATUS, "HTTP 503")
+    seen = play((0, OK), (1, sample(5)), (2, SampleFailed("HTTP 404")), (3, sample(6)), (4, broken), (5, OK))
     assert [status.reported and status.reported.generation_tokens for status in seen] == [
         *(None, 5.0, None),
         *(6.0, None, 6.0),

@@ -160,7 +160,8 @@ def _probe_ok(status: BackendStatus, now: float, rules: HealthRules) -> BackendS
 
 def _probe_failed(status: BackendStatus, event: ProbeFailed, now: float, rules: HealthRules) -> BackendStatus:
     detail = event.detail or event.kind.value
-    if event.kind is ProbeFault.OURS:
+    is_busy = event.kind is ProbeFault.TIMEOUT and _is_working(status, now, rules)
+    if is_busy or event.kind is ProbeFault.OURS:
         return replace(status, last_error=f"probe: {detail}")
     since = now if status.down_since is None else status.down_since
     failures = status.probe_failures + 1
@@ -180,6 +181,18 @@ def _probe_failed(status: BackendStatus, event: ProbeFailed, now: float, rules: 
     if usable(status):
         return _ejected(status, f"{failures} probes failed in a row: {detail}", now, rules)
     return status
+
+
+def _is_working(status: BackendStatus, now: float, rules: HealthRules) -> bool:
+    """Whether an engine's metrics show that it works on requests, so that they tell whether it hangs.
+
+    SGLang's `/health` generates a token, which waits for the step in progress: seconds in a long prefill.
+    """
+    engine, progress_at = status.engine, status.progress_at
+    if engine is None or progress_at is None or status.metrics_error or engine.running + engine.waiting == 0:
+        return False
+    is_fresh = now - engine.at < rules.probe_timeout_s + 2 * rules.interval_s
+    return is_fresh and now - progress_at < rules.hang_s
 
 
 # ---- samples
