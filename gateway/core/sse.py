@@ -25,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 EVENT_BYTES_MAX = 16 * 1024 * 1024
 """Maximum bytes of an event without an end. A choice that bounds memory: an event of a token has some 250."""
 
-END_OF_EVENT = re.compile(rb"\n\n|\r\n\r\n|\n\r\n|\r\n\n")
+_END_OF_EVENT = re.compile(rb"\n\n|\r\n\r\n|\n\r\n|\r\n\n")
 
 _END_BYTES_MAX = 4
 """Bytes of the longest end of an event, `\\r\\n\\r\\n`."""
@@ -159,9 +159,7 @@ class StreamReader:
     def _complete_events(self, data: bytes) -> bytes:
         """Return the events that `data` completes and buffer the rest. Scans no byte more than twice."""
         overlap = self._last_bytes()
-        cut = 0
-        for end in _ends(overlap + data):
-            cut = end - len(overlap)
+        cut = last_end(overlap + data) - len(overlap)
         if cut > 0:
             return self._taken(data[:cut], data[cut:])
         self._tail.append(data)
@@ -187,7 +185,7 @@ class StreamReader:
 
     def _inspect(self, block: bytes, *, parse: bool = False) -> Iterator[bytes]:
         """Yield the events of a block that may be relayed, updating the state; `parse`: parse all of them."""
-        for event in _split(block):
+        for event in split(block):
             shown = self._names.in_event(event)
             is_looked_into = parse or not self.has_content
             if not is_looked_into and (self._says_nothing(event) or _WORTH_PARSING.search(event) is None):
@@ -245,27 +243,45 @@ class StreamReader:
             self.has_content = self.has_content or reason is not None or _has_content(choice)
 
 
-def _split(block: bytes) -> Iterator[bytes]:
+def split(block: bytes) -> Iterator[bytes]:
+    """Yield the events of a block of complete ones; those without `data:` that follow each other as one."""
+    has_returns = block.find(b"\r") >= 0
     start = 0
-    for end in _ends(block):
+    while start < len(block):
+        if not block.startswith(b"data:", start):
+            end = _end_of_silence(block, start)
+        elif has_returns:
+            end = _first_end(block, start)
+        else:  # the form that nearly all engines write, and ten times as fast to find
+            end = block.find(b"\n\n", start) + 2
         yield block[start:end]
         start = end
 
 
-def _ends(data: bytes) -> Iterator[int]:
-    """Yield the end offset of each event in `data`."""
-    if data.find(b"\r") >= 0:
-        for match in END_OF_EVENT.finditer(data):
-            yield match.end()
-        return
-    end = data.find(b"\n\n") + 2  # the form that nearly all engines write, and ten times as fast to find
-    while end > 1:
-        yield end
-        end = data.find(b"\n\n", end) + 2
+def _end_of_silence(block: bytes, start: int) -> int:
+    """Return the end of all events from `start` that have no `data:`; that of the first event if it has."""
+    said_at = block.find(b"data:", start)
+    return len(block) if said_at < 0 else last_end(block, start, said_at) or _first_end(block, start)
+
+
+def _first_end(block: bytes, start: int) -> int:
+    match = _END_OF_EVENT.search(block, start)
+    return len(block) if match is None else match.end()
+
+
+def last_end(data: bytes, start: int = 0, stop: int | None = None) -> int:
+    """Return the offset of the last end of an event in `data[start:stop]`; 0 if there is none."""
+    at = data.rfind(b"\n\n", start, stop)
+    end = at + 2 if at >= 0 else 0
+    if data.find(b"\r", start, stop) >= 0 and (at := data.rfind(b"\n\r\n", start, stop)) >= 0:
+        end = max(end, at + 3)  # with `\r\n`, or both
+    return end
 
 
 def payload_of(event: bytes) -> bytes | None:
     """Return the joined data lines of an event, or None if it has none."""
+    if event.find(b"data:") < 0:
+        return None
     lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
     return b"\n".join(lines) if lines else None
 

@@ -91,6 +91,43 @@ def test_more_blank_lines_than_one_between_events_do_no_harm(end: bytes) -> None
         ]
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize(
+    "silence", [b"\n\n", b"\n", b"\r\n", b": ping\n\n", b": ping\r\n\r\n", b"event: x\n\n"]
+)
+def test_events_without_data_are_passed_in_one_step(silence: bytes, has_begun: bool) -> None:
+    steps = 0
+
+    class Counting(ModelNames):
+        def in_event(self, data: bytes) -> bytes:
+            nonlocal steps
+            steps += 1
+            return super().in_event(data)
+
+    subject = reader(names=Counting(SERVED, SERVED))
+    begun = STREAM if has_begun else ROLE
+    subject.feed(begun)
+    steps = 0
+
+    out = subject.feed(silence * 10_000 + USAGE)
+
+    assert out == silence * 10_000 + USAGE
+    assert steps == 2
+    assert subject.usage is not None
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\n\r\n"])
+def test_events_that_begin_with_another_line_are_read(end: bytes) -> None:
+    whole = (b": data: no" + end).join(
+        [b"event: chunk\n" + one + end for one in STREAM.split(b"\n\n") if one]
+    )
+
+    for cut in range(len(whole) + 1):
+        subject = reader()
+        assert run(subject, [whole[:cut], whole[cut:]]) == whole + DONE
+        assert subject.is_complete
+
+
 def test_crlf_line_ends_are_events_too() -> None:
     whole = (STREAM + DONE).replace(b"\n", b"\r\n")
     subject = reader()

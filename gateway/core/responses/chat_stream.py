@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.core.responses.draft import Draft, Event
-from gateway.core.sse import END_OF_EVENT, payload_of
+from gateway.core.sse import last_end, payload_of, split
 
 
 @dataclass(slots=True)
@@ -29,11 +29,13 @@ class ChatStream:
 
     def feed(self, data: bytes, now: int) -> list[Event]:
         """Return the events that result from `data`, received at `now` (epoch seconds)."""
-        *blocks, self.tail = END_OF_EVENT.split(self.tail + data)
+        received = self.tail + data
+        end = last_end(received)
+        self.tail = received[end:]
         events: list[Event] = []
-        for block in blocks:
+        for event in split(received[:end]):
             if not self.draft.is_over:
-                events += self._read(block, now)
+                events += self._read(event, now)
         return events
 
     def end(self) -> list[Event]:
@@ -42,8 +44,8 @@ class ChatStream:
             return []
         return self.draft.fail("server_error", "The answer ended before it was finished.")
 
-    def _read(self, block: bytes, now: int) -> list[Event]:
-        payload = payload_of(block)
+    def _read(self, event: bytes, now: int) -> list[Event]:
+        payload = payload_of(event)
         if not payload:
             return []
         if payload == b"[DONE]":
