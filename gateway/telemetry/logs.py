@@ -20,7 +20,7 @@ import msgspec
 
 from gateway.clock import SystemClock
 from gateway.core.count_check import Cause, CountDrift
-from gateway.core.health import BackendStatus, State
+from gateway.core.health import BackendStatus, ProbeFault, State
 from gateway.core.jobs import AttemptEnd, AttemptOutcome, JobStatus
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.webhooks import SCHEDULE_S, WebhookAttempt, WebhookOutcome
@@ -399,7 +399,9 @@ def backend_changed(backend_id: str, old: BackendStatus, new: BackendStatus) -> 
             new.model_error or "serves the right model now",
             extra=about("backend_model", backend=backend_id, reason=new.model_error or None),
         )
-    if new.state is old.state:
+    # A certificate that turns out to be wrong is worth a line: nothing else would change until it is mended.
+    is_told = new.probe_fault is not ProbeFault.TLS or old.probe_fault is ProbeFault.TLS
+    if new.state is old.state and (is_told or new.state is not State.BOOTING):
         return
     # A box stopping its own models is not a problem.
     is_good = new.state in (State.UP, State.PROBATION, State.OUT) or old.state is State.OUT

@@ -483,7 +483,7 @@ def _read_version(body: bytes) -> str:
 def _unexpected(error: GatewayError) -> _Unexpected:
     """Classify an error of the client by its kind and its causes, none of which quotes a header."""
     if fault := tls_fault(error):
-        return _Unexpected(ProbeFault.BROKEN, fault)
+        return _Unexpected(ProbeFault.TLS, fault)
     if isinstance(error, OutOfResources):
         return _Unexpected(ProbeFault.OURS, "this gateway has no file descriptors left")
     if isinstance(error, UpstreamLost):

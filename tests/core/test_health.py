@@ -440,6 +440,14 @@ def test_what_an_operator_is_told_of_a_backend() -> None:
     seen = play(*[event for event, _ in told])
     assert [status.reason for status in seen] == [reason for _, reason in told]
     assert play((0, REFUSED), (30, OK))[-1].reason == "answers, after 30 s"
+    expired = ProbeFailed(ProbeFault.TLS, "TLS: certificate has expired")
+    back = play((0, OK), (1, REFUSED), (2, expired), (50, TIMEOUT), (101, expired), (102, REFUSED))
+    assert [status.reason for status in back[2:]] == [
+        "TLS: certificate has expired",
+        "no answer in 3 s; it has 100 s to boot",
+        "no answer for more than 100 s: TLS: certificate has expired",
+        "no answer for more than 100 s: connection refused",
+    ]
     assert play((0, Attempt(Outcome.FAILED)))[-1].last_error == "failed"
     assert play((0, TIMEOUT))[-1].last_error == "probe: no answer in 3 s"
     assert seen[13].last_error == "hung: no token in 30 s with 1 running and 0 waiting"

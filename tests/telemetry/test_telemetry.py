@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gateway.clock import SystemClock
 from gateway.core.box_swaps import Swap, SwapCause
 from gateway.core.drift import Drift
-from gateway.core.health import BackendStatus, EngineSample, Outcome, State
+from gateway.core.health import BackendStatus, EngineSample, Outcome, ProbeFault, State
 from gateway.core.swap_policy import Backlog
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
 from gateway.core.values import (
@@ -538,6 +538,21 @@ def test_a_change_of_the_world_is_one_line() -> None:
         "no answer for 600 s",
     )
     assert (attempt["event"], attempt["reason"]) == ("attempt_failed", "status 500: boom")
+
+
+@pytest.mark.usefixtures("_logging_as_it_was")
+def test_a_wrong_certificate_of_a_backend_that_boots_is_one_line() -> None:
+    out = io.StringIO()
+    logs.set_up("info", out)
+    booting = BackendStatus(state=State.BOOTING, reason="refused", probe_fault=ProbeFault.REFUSED)
+    wrong = replace(booting, reason="TLS: certificate has expired", probe_fault=ProbeFault.TLS)
+
+    logs.backend_changed("push", booting, replace(booting, reason="no route"))
+    logs.backend_changed("push", booting, wrong)
+    logs.backend_changed("push", wrong, wrong)
+
+    (line,) = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert (line["before"], line["state"], line["reason"]) == ("booting", "booting", wrong.reason)
 
 
 @pytest.mark.usefixtures("_logging_as_it_was")

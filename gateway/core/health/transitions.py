@@ -36,6 +36,10 @@ _GOING_OR_GONE = frozenset({State.BOOTING, State.DOWN, State.DRAINING})
 """States that a report of its stopping does not change, because reports of broken streams may arrive late."""
 
 
+_AWAY = frozenset({State.BOOTING, State.DOWN})
+"""States in which each failed probe says why it does not answer now."""
+
+
 def advance(status: BackendStatus, event: Event, now: float, rules: HealthRules) -> BackendStatus:
     """Return the status after `event`, which happened at `now` (monotonic seconds)."""
     if status.state is State.OUT and not isinstance(event, PeerVerdict):
@@ -138,7 +142,7 @@ def _model_error(served: Sequence[str], wanted: str | None) -> str:
 def _probe_ok(status: BackendStatus, now: float, rules: HealthRules) -> BackendStatus:
     away_s = 0.0 if status.down_since is None else now - status.down_since
     first = not status.was_up
-    status = replace(status, probe_failures=0, down_since=None, was_up=True)
+    status = replace(status, probe_failures=0, probe_fault=None, down_since=None, was_up=True)
     match status.state:
         case State.UNKNOWN:
             return _enter(status, State.UP, now, "answers")
@@ -165,18 +169,24 @@ def _probe_failed(status: BackendStatus, event: ProbeFailed, now: float, rules: 
         return replace(status, last_error=f"probe: {detail}")
     since = now if status.down_since is None else status.down_since
     failures = status.probe_failures + 1
-    status = replace(status, probe_failures=failures, down_since=since, last_error=f"probe: {detail}")
-    if status.state is State.DOWN:
-        return status
+    status = replace(
+        status,
+        probe_failures=failures,
+        probe_fault=event.kind,
+        down_since=since,
+        last_error=f"probe: {detail}",
+    )
     # A single refusal is conclusive: no process listens on the port. Other failures may be transient.
-    certain = event.kind is ProbeFault.REFUSED or not status.was_up
+    certain = event.kind is ProbeFault.REFUSED or not status.was_up or status.state in _AWAY
     if not certain and failures < rules.failures_max:
         return status
     if now - since >= rules.boot_budget_s:
         why = f"no answer for more than {rules.boot_budget_s:.0f} s: {detail}"
         return _enter(status, State.DOWN, now, why)
     if certain or event.kind in GONE:
-        why = f"{detail}; it has {rules.boot_budget_s:.0f} s to boot"
+        why = detail
+        if event.kind is not ProbeFault.TLS:
+            why += f"; it has {rules.boot_budget_s:.0f} s to boot"
         return _enter(replace(status, recent_failures=()), State.BOOTING, now, why)
     if usable(status):
         return _ejected(status, f"{failures} probes failed in a row: {detail}", now, rules)

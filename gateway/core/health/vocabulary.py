@@ -53,7 +53,8 @@ class ProbeFault(StrEnum):
     TIMEOUT = "timeout"
     STATUS = "status"  # a status other than 200
     OURS = "ours"  # the gateway could not send the probe: says nothing about the backend
-    BROKEN = "broken"  # invalid TLS or HTTP, or the connection was closed early
+    TLS = "tls"  # its certificate, or TLS itself, is wrong: no boot mends that
+    BROKEN = "broken"  # invalid HTTP, or the connection was closed early
 
 
 GONE = frozenset({ProbeFault.REFUSED, ProbeFault.UNREACHABLE, ProbeFault.UNRESOLVED})
@@ -103,6 +104,7 @@ class BackendStatus:
         model_error: A known problem with the models it serves, or "".
         was_up: Whether it ever answered a probe or served a request; before that, no answer means booting.
         probe_failures: Consecutive failed probes.
+        probe_fault: How the last of them failed; None if there are none.
         down_since: When the first of them failed, in monotonic seconds; None while it answers.
         ejections: Ejections without a long enough healthy period in between; each doubles the penalty.
         ejected_until: When its penalty ends, in monotonic seconds.
@@ -132,6 +134,7 @@ class BackendStatus:
     model_error: str = ""
     was_up: bool = False
     probe_failures: int = 0
+    probe_fault: ProbeFault | None = None
     down_since: float | None = None
     ejections: int = 0
     ejected_until: float = 0.0
