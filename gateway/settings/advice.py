@@ -13,19 +13,21 @@ from gateway.settings.policies import mixed_pools
 from gateway.settings.problems import Finding, Problem, closest
 from gateway.settings.reach import Reach, reach
 from gateway.settings.resolved import Settings
+from gateway.settings.tls import authority_faults
 from gateway.settings.yaml_tree import Path
 
 GENERIC = "generic"
 """The profile for servers without published figures."""
 
 
-def warnings(settings: Settings) -> tuple[Problem, ...]:
+def warnings(settings: Settings, environ: Mapping[str, str]) -> tuple[Problem, ...]:
     """Return all warnings about a valid configuration, in the order of the file."""
     policy = settings.policy()
     found = [
         *_models(policy),
         *_unused(settings, policy),
         *_backends(settings, policy),
+        *_authorities(settings, environ),
         *_boxes(settings, policy),
         *_webhooks(settings),
         *_telemetry(settings),
@@ -239,6 +241,18 @@ def _backends(settings: Settings, policy: Policy) -> Iterator[Finding]:
             own = settings.document.pools[name].timeouts.model_fields_set
             message = f"pool {name}: total_s ends an attempt before first_byte_s or idle_s can"
             yield Finding(("pools", name) if own else ("timeouts",), message)
+
+
+def _authorities(settings: Settings, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what is wrong with the variables that replace the system's authorities, where these are used."""
+    users: list[Path] = [
+        ("backends", name, "url")
+        for name, section in settings.document.backends.items()
+        if section.url.startswith("https:") and section.tls.verify and section.tls.ca_file is None
+    ]
+    users += [("webhooks", name) for name in settings.document.webhooks]
+    if users:
+        yield from (Finding(users[0], fault) for fault in authority_faults(environ))
 
 
 def _is_guessed(settings: Settings, name: str) -> bool:

@@ -130,7 +130,7 @@ def _read(
     if document is None or problems:
         return None, tuple(sorted(set(problems)))
     settings = Settings(path, hashlib.sha256(raw).hexdigest()[:12], document, tree, raw)
-    return replace(settings, warnings=advice.warnings(settings)), ()
+    return replace(settings, warnings=advice.warnings(settings, environ)), ()
 
 
 def _validate(tree: Tree) -> tuple[Document | None, tuple[Finding, ...]]:

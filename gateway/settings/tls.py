@@ -1,7 +1,8 @@
 """TLS to backends and stores, from the files that the configuration names."""
 
+import os
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
@@ -70,6 +71,17 @@ def tls_fault(tls: BackendTls) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def authority_faults(environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield what is wrong with the variables that name the system's authorities. OpenSSL does not say so."""
+    if file := environ.get("SSL_CERT_FILE"):
+        path = Path(file)
+        if fault := file_fault(path) or tls_fault(BackendTls(path, True)):
+            yield f"SSL_CERT_FILE: {fault}"
+    folders = environ.get("SSL_CERT_DIR", "").split(os.pathsep)
+    if any(folders) and not any(map(os.path.isdir, folders)):
+        yield f"SSL_CERT_DIR: there is no folder {' or '.join(filter(None, folders))}"
 
 
 def store_faults(url: str) -> Iterator[str]:

@@ -3,8 +3,10 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from support.certificates import self_signed
 
 from gateway import profiles
 from gateway.settings import CheckReport
@@ -318,3 +320,27 @@ def test_what_a_capacity_holds_is_worked_out_once() -> None:
     once = len(looked)
     kv_tokens(counting)
     assert len(looked) == once > 0
+
+
+def test_a_missing_replacement_of_the_systems_authorities_is_told_where_it_is_used(
+    checked: Check, plain: str, tmp_path: Path
+) -> None:
+    cert, key = self_signed(tmp_path, "localhost")
+    https = plain.replace("http:", "https:")
+    own = https.replace("profile:", f"tls: {{ca_file: {cert}}}, profile:")
+    hooks = f"{plain}jobs: {{}}\nwebhooks: {{a: {{url: https://hooks.example/a, secret_env: S}}}}\n"
+
+    def told(text: str, **environ: str) -> list[str]:
+        found = checked(text, {"S": "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", **environ})
+        assert found.ok
+        return [one.message.replace(str(tmp_path), "") for one in found.warnings if "SSL_" in one.message]
+
+    for text in (https, hooks):
+        assert told(text, SSL_CERT_FILE="/nowhere") == ["SSL_CERT_FILE: there is no file /nowhere"]
+    (nothing,) = told(https, SSL_CERT_FILE=str(key))
+    assert nothing.startswith("SSL_CERT_FILE: /key.pem holds no certificates")
+    assert told(https, SSL_CERT_DIR="/a:/b") == ["SSL_CERT_DIR: there is no folder /a or /b"]
+    assert told(https, SSL_CERT_FILE=str(cert), SSL_CERT_DIR=f"/a:{tmp_path}") == []
+    assert told(https, SSL_CERT_FILE="", SSL_CERT_DIR="") == []
+    assert told(plain, SSL_CERT_FILE="/nowhere") == []
+    assert told(own, SSL_CERT_FILE="/nowhere") == []
