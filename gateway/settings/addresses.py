@@ -35,6 +35,7 @@ def address(written: str) -> Address:
         or (":" in bare and not bracketed)
     ):
         raise ValueError("write it as host:port, such as 127.0.0.1:8080, 0.0.0.0:8080 or [::1]:8080")
+    _no_false_address(bare)
     return Address(bare, int(port))
 
 

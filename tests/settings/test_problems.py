@@ -198,6 +198,9 @@ def test_what_is_no_origin(checked: Check, plain: str, written: str, message: st
         pytest.param(
             ("backends:", "listen: '*:8080'\nbackends:"), "0.0.0.0:8080", id="a-star-for-everywhere"
         ),
+        pytest.param(
+            ("backends:", "listen: 10.0.0.256:8080\nbackends:"), "is no IP address", id="listen-nowhere"
+        ),
         pytest.param(("backends:", "listen: ::1:8080\nbackends:"), "[::1]:8080", id="v6-without-brackets"),
         pytest.param(
             ("backends:", "health: {failures: true}\nbackends:"), "a number is needed", id="true-as-number"
