@@ -38,17 +38,26 @@ def full_disk_told() -> Iterator[None]:
             yield
         finally:
             sys.stdout.flush()
-    except OSError as error:
-        if error.errno not in _FULL:
+    except (OSError, BaseExceptionGroup) as group:
+        error = _full(group)
+        if error is None:
             raise
         _drop(1)
         sys.stderr.write(f"error: {error.filename or 'the output'}: {error.strerror}\n")
-        raise SystemExit(1) from error
+        raise SystemExit(1) from group
     finally:
         try:
             sys.stderr.flush()
         except OSError:
             _drop(2)
+
+
+def _full(error: BaseException) -> OSError | None:
+    """Return the error of a full disk, if there is no other one in `error`."""
+    if isinstance(error, BaseExceptionGroup):
+        found = [_full(member) for member in error.exceptions]
+        return found[0] if None not in found else None
+    return error if isinstance(error, OSError) and error.errno in _FULL else None
 
 
 def _drop(number: int) -> None:

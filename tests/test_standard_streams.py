@@ -146,7 +146,9 @@ def test_a_simulated_server_whose_log_cannot_be_written_serves() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-@pytest.mark.parametrize("arguments", [["check", "--config", "FILE"], ["schema"], ["--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["check", "--config", "FILE"], ["schema"], ["--help"], ["demo", "--plain"]]
+)
 def test_a_full_disk_is_told_in_one_line(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "FILE").write_text("backends: {}\n")
     with open("/dev/full", "wb") as full:
