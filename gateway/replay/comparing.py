@@ -13,7 +13,7 @@ from gateway.replay import figures, simulating
 from gateway.replay.candidate_policy import CandidatePolicy
 from gateway.replay.figures import Side
 from gateway.replay.moving import Move, Moves, Refusal
-from gateway.replay.notes import notes
+from gateway.replay.notes import notes, repeated
 from gateway.replay.reading import Entry, Log
 from gateway.telemetry.decision_lines import PolicyLine
 
@@ -84,7 +84,7 @@ def compare(log: Log, other: CandidatePolicy) -> Report:
         broken=[
             f"{one.file}:{one.line}: {'it is incomplete' if one.is_torn else one.why}" for one in log.broken
         ],
-        notes=[*notes(decided, base, other, pasts), *moves.notes()],
+        notes=[*repeated(log), *notes(decided, base, other, pasts), *moves.notes()],
         moved=moves.moved,
         moves=moves.moves(),
         refusals=moves.refusals(),

@@ -6,9 +6,15 @@ from gateway.core.request_features import OTHER, matched_headers
 from gateway.core.usage import Ending
 from gateway.core.values import Policy
 from gateway.replay.candidate_policy import CandidatePolicy
-from gateway.replay.reading import Entry
+from gateway.replay.reading import Entry, Log
 from gateway.replay.simulating import Past
 from gateway.telemetry.decision_lines import PolicyLine
+
+
+def repeated(log: Log) -> Iterator[str]:
+    """Yield that requests are in several of the files, if there are any."""
+    if log.repeated:
+        yield f"{log.repeated} requests are in more than one of the files: each counts once"
 
 
 def notes(

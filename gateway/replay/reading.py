@@ -55,12 +55,14 @@ class Log:
         entries: The requests, by arrival.
         policies: Policies found in the logs, by version.
         broken: Unreadable lines.
+        repeated: Number of requests that an earlier file has, too; only the first line of each is an entry.
     """
 
     files: tuple[str, ...]
     entries: Sequence[Entry]
     policies: Mapping[str, PolicyLine]
     broken: Sequence[Broken]
+    repeated: int = 0
 
 
 def read(files: Sequence[Path]) -> Log:
@@ -72,22 +74,31 @@ def read(files: Sequence[Path]) -> Log:
     entries: list[Entry] = []
     policies: dict[str, PolicyLine] = {}
     broken: list[Broken] = []
+    earlier: set[int] = set()  # hashes of the requests of the files before
+    repeated = 0
     for file in files:
+        own: set[int] = set()
         try:
             with file.open("rb") as written, _uncompressed(written) as lines:
                 for number, line in enumerate(lines, 1):
-                    _take(str(file), number, line, entries, policies, broken)
+                    if not _take(str(file), number, line, entries, policies, broken):
+                        continue
+                    own.add(hash(line))
+                    if hash(line) in earlier:
+                        entries.pop()
+                        repeated += 1
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise Unusable(f"{file}: it is compressed, and damaged: {error}") from error
         except OSError as error:
             raise Unusable(f"{file}: {error.strerror}") from error
+        earlier |= own
     if not entries:
         names = ", ".join(map(str, files))
         said = f" (broken lines: {len(broken)}; the first is {_place(broken[0])})" if broken else ""
         raise Unusable(f"{names}: there are no requests in it{said}")
     entries = [_as_it_came(entry, policies) for entry in entries]
     entries.sort(key=lambda entry: entry.past.at)
-    return Log(tuple(map(str, files)), entries, policies, broken)
+    return Log(tuple(map(str, files)), entries, policies, broken, repeated)
 
 
 def _uncompressed(written: BufferedReader) -> BufferedReader | gzip.GzipFile:
@@ -103,9 +114,10 @@ def _take(
     entries: list[Entry],
     policies: dict[str, PolicyLine],
     broken: list[Broken],
-) -> None:
+) -> bool:
+    """Take what a line holds. Return whether that is a request, which is then the last of `entries`."""
     if not line.strip():
-        return
+        return False
     try:
         found = decision_lines.read(line)
     except NewerFormat as error:
@@ -115,11 +127,12 @@ def _take(
         ) from error
     except ValueError as error:
         broken.append(Broken(file, number, str(error), is_torn=not line.endswith(b"\n")))
-        return
+        return False
     if isinstance(found, PolicyLine):
         policies[found.version] = found
-    else:
-        entries.append(Entry(file, number, found, _asked(found)))
+        return False
+    entries.append(Entry(file, number, found, _asked(found)))
+    return True
 
 
 def _asked(past: RequestLine) -> RequestFeatures | None:

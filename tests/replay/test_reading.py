@@ -8,6 +8,7 @@ import pytest
 from support.decisions import Written, line
 
 from gateway.replay import reading
+from gateway.replay.notes import repeated
 from gateway.replay.reading import Unusable
 
 
@@ -58,6 +59,24 @@ def test_files_are_joined_by_arrival(written: Written, tmp_path: Path) -> None:
         ("decisions.jsonl", 2),
         ("one", 3),
     ]
+
+
+def test_a_request_that_two_files_have_counts_once(written: Written, tmp_path: Path) -> None:
+    first = written(line(1), line(2), line(2)).rename(tmp_path / "one")
+    copy = tmp_path / "one.gz"
+    copy.write_bytes(gzip.compress(first.read_bytes()))
+    rest = written(line(2), line(3))
+
+    log = reading.read([first, copy, rest])
+
+    assert [(Path(one.file).name, one.past.at) for one in log.entries] == [
+        ("one", 1.0),
+        ("one", 2.0),
+        ("one", 2.0),
+        ("decisions.jsonl", 3.0),
+    ]
+    assert list(repeated(log)) == ["4 requests are in more than one of the files: each counts once"]
+    assert list(repeated(reading.read([first]))) == []
 
 
 def test_a_compressed_file_is_read_like_any_other(written: Written) -> None:
