@@ -31,7 +31,7 @@ _END_BYTES_MAX = 4
 """Bytes of the longest end of an event, `\\r\\n\\r\\n`."""
 
 _WORTH_PARSING = re.compile(
-    rb'"error"|"detail"|"object"\s*:\s*"error|"finish_reason"\s*:\s*"|"usage"\s*:\s*\{|\[DONE\]'
+    rb'"error"|"detail"|"object"\s*:\s*"error|"finish_reason"\s*:\s*"[^"]|"usage"\s*:\s*\{|\[DONE\]'
 )
 _UNFINISHED = BackendError("The answer ended before it was finished.")
 
@@ -233,7 +233,7 @@ class StreamReader:
         for choice in choices if isinstance(choices, list) else ():
             if not isinstance(choice, Mapping):
                 continue
-            reason = choice.get("finish_reason")
+            reason = choice.get("finish_reason") or None  # some engines send "" before the end
             if reason == ABORTED:
                 self.fault = BackendError("The engine aborted the request: it is stopping.", code=ABORTED)
                 return
@@ -244,7 +244,7 @@ class StreamReader:
 
 
 def split(block: bytes) -> Iterator[bytes]:
-    """Yield the events of a block of complete ones; those without `data:` that follow each other as one."""
+    """Yield the events of a block; those without `data:` that follow each other as one."""
     has_returns = block.find(b"\r") >= 0
     start = 0
     while start < len(block):
@@ -253,7 +253,8 @@ def split(block: bytes) -> Iterator[bytes]:
         elif has_returns:
             end = _first_end(block, start)
         else:  # the form that nearly all engines write, and ten times as fast to find
-            end = block.find(b"\n\n", start) + 2
+            at = block.find(b"\n\n", start)
+            end = len(block) if at < 0 else at + 2
         yield block[start:end]
         start = end
 

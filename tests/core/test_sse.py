@@ -215,6 +215,30 @@ def test_nothing_follows_a_fault() -> None:
     assert subject.feed(delta("z")) == b""
 
 
+@pytest.mark.parametrize("spell", [b'"finish_reason":""', b'"finish_reason" : ""'])
+def test_an_empty_finish_reason_is_none(spell: bytes) -> None:
+    decoded = 0
+
+    def decode(data: bytes) -> object:
+        nonlocal decoded
+        decoded += 1
+        return json.loads(data)
+
+    stream = (STREAM + USAGE).replace(b'"finish_reason":null', spell)
+    events = [event + b"\n\n" for event in stream.split(b"\n\n") if event]
+    subject = StreamReader(choices=1, names=ModelNames(SERVED, SERVED), hide_usage=False, decode=decode)
+
+    subject.feed(events[0])
+    assert not subject.has_content
+    assert run(subject, events[1:3]) == b"".join(events[1:3])
+    assert subject.fault is not None
+    assert decoded == 2
+
+    whole = reader()
+    assert run(whole, events) == stream + DONE
+    assert whole.is_complete
+
+
 def test_every_choice_has_to_finish() -> None:
     subject = reader(choices=2)
     half = delta("a") + delta("b", index=1) + delta("", finish="stop")

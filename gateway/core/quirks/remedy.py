@@ -81,7 +81,7 @@ def _parts(answer: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any], str | 
             part = choice[name] = {}
         if isinstance(part, dict):
             index = choice.get("index")
-            yield (index if isinstance(index, int) else place), part, choice.get("finish_reason")
+            yield (index if isinstance(index, int) else place), part, choice.get("finish_reason") or None
 
 
 def beginning(text: str, marker: str) -> str:

@@ -136,7 +136,7 @@ class Draft:
             if isinstance(said, Mapping):
                 self._said(said, events)
             reason = choice.get("finish_reason")
-            if isinstance(reason, str) and self.finish_reason is None:
+            if reason and isinstance(reason, str) and self.finish_reason is None:
                 self.finish_reason = reason
                 self._close_all(events)
         return events

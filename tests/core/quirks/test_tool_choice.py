@@ -36,9 +36,13 @@ def reader(choices: int = 1, name: str | None = None) -> MendingReader:
     "before", [b"", TEXT, THOUGHT, THOUGHT + TEXT], ids=["at-once", "text", "thought", "both"]
 )
 @pytest.mark.parametrize("name", [None, "get_weather"])
-def test_it_begins_with_the_call_and_keeps_every_byte(before: bytes, name: str | None) -> None:
-    wire = role() + before + CALL + LAST + usage() + DONE
-    begins_at = len(role() + before + name_of_call())
+@pytest.mark.parametrize("unfinished", [b"null", b'""'])
+def test_it_begins_with_the_call_and_keeps_every_byte(
+    before: bytes, name: str | None, unfinished: bytes
+) -> None:
+    spell = b'"finish_reason":null', b'"finish_reason":' + unfinished
+    wire = (role() + before + CALL + LAST + usage() + DONE).replace(*spell)
+    begins_at = len((role() + before + name_of_call()).replace(*spell))
 
     for cut in range(1, len(wire)):
         subject = reader(name=name)

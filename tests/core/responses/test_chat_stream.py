@@ -265,6 +265,7 @@ def test_calls_come_whole_however_their_pieces_mix() -> None:
     ("script", "statuses"),
     [
         ([chunk({"content": "Hel"}, "length")], ["incomplete"]),
+        ([chunk({"content": "Hel"}, ""), chunk(finish="length")], ["incomplete"]),
         (
             [chunk({"reasoning": "Hm"}), chunk({"content": "He"}), chunk(finish="length")],
             ["completed", "incomplete"],
@@ -279,7 +280,7 @@ def test_calls_come_whole_however_their_pieces_mix() -> None:
             ["completed", "incomplete"],
         ),
     ],
-    ids=["text", "after-a-thought", "in-a-thought", "in-the-second-call"],
+    ids=["text", "after-empty-reasons", "after-a-thought", "in-a-thought", "in-the-second-call"],
 )
 def test_what_was_cut_is_incomplete_and_nothing_else(script: list[bytes], statuses: list[str]) -> None:
     response = run(*script, usage(), DONE)[-1]["response"]
