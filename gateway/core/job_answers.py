@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.core.jobs import Chunk, JobStatus
+from gateway.core.sse import payload_of, split
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,8 @@ def events(
 ) -> Iterable[Mapping[str, Any]]:
     """Yield the decoded events of chunks, in order."""
     for chunk in chunks:
-        for line in chunk.data.splitlines():
-            payload = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
+        for event in split(chunk.data):
+            payload = payload_of(event)
             if payload and payload != b"[DONE]":
                 yield decode(payload)
 

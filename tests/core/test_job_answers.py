@@ -45,6 +45,16 @@ def test_pieces_add_up_to_one_answer() -> None:
     assert (answer.finish_reason, answer.status) == ("stop", JobStatus.COMPLETED)
 
 
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_an_event_may_have_several_lines_of_data(end: bytes) -> None:
+    whole = event(content="It is 42.") + event("stop") + DONE
+    stored = chunks(whole.replace(b', "delta"', b',\ndata: "delta"').replace(b"\n", end))
+
+    answer = answer_so_far(stored)
+
+    assert (answer.content, answer.finish_reason) == ("It is 42.", "stop")
+
+
 def test_an_answer_that_began_anew_makes_the_earlier_one_void() -> None:
     stored = chunks(event(content="wrong"), (event(content="right"),), event("length"))
 
