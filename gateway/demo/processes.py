@@ -184,6 +184,8 @@ async def _start(fleet: Child, front: Child, speed: float, port: int, folder: Pa
     url = await front.heard(_SERVES)
     admin_url = await front.heard(_OPERATORS)
     await _ready(url)
+    for child in (fleet, front):
+        child.last_words.clear()  # where it serves says nothing about its end
     return Site(url, admin_url, urls, config, no_jobs)
 
 

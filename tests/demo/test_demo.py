@@ -245,7 +245,8 @@ def test_nothing_outlives_a_demo_that_is_stopped_midway(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_gateway_that_dies_is_told_and_is_a_failure() -> None:
+@pytest.mark.parametrize("role", ["gateway", "fleet"])
+def test_a_process_that_dies_is_told_and_is_a_failure(role: str) -> None:
     process = subprocess.Popen(
         [*DEMO, "--plain"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -255,11 +256,13 @@ def test_a_gateway_that_dies_is_told_and_is_a_failure() -> None:
         child: subprocess.run(["ps", "-o", "args=", "-p", str(child)], capture_output=True, text=True).stdout
         for child in children_of(process.pid)
     }
-    os.kill(next(child for child, said in arguments.items() if "child gateway" in said), signal.SIGKILL)
+    os.kill(next(child for child, said in arguments.items() if f"child {role}" in said), signal.SIGKILL)
     said = process.stdout.read()
     process.stdout.close()
     assert process.wait(timeout=GONE_S) == 1
-    assert "the gateway process ended unexpectedly (status -9)" in said
+    _, told, words = said.partition(f"the {role} process ended unexpectedly (status -9)")
+    assert told
+    assert "http://" not in words
     assert all(is_gone(child) for child in arguments)
 
 
