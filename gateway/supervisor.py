@@ -6,7 +6,8 @@ share limits through the store; if none is configured, one is started for them.
 
 The parent controls a worker through its standard input: first its order, a line of JSON; then a byte, to
 drain; then another, to exit at once. EOF, however the parent ended, also means to drain. The worker replies
-on its standard output with a single line: a `Report`.
+on its standard output with a single line: a `Report`. If it serves, its event loop then sends bytes: signs of
+life.
 """
 
 import json
@@ -38,6 +39,14 @@ END_S = TOLD_S + STOP_S + 5.0
 """Time beyond its drain, or to exit at once, after which a worker is killed: what its own steps may take, and
 a choice of 5 s for the rest."""
 
+BEAT_S = 5.0
+"""Interval between two signs of life of a worker. A choice: they cost nothing."""
+
+SILENT_LOOKS = 24
+"""After so many intervals in a row without a sign of life, a worker is killed: two minutes. A choice, far
+beyond any computation of a worker that is merely busy. Intervals are counted, each of which this process was
+awake to see, and not time: where the machine or the container was suspended, nothing has been missed."""
+
 REPORT_BYTES_MAX = 1_000_000
 """Maximum size of a worker's report, which is one line. A choice that bounds memory: a report is a few
 addresses or a list of mistakes."""
@@ -58,6 +67,7 @@ class Order:
         changed: Its current contents, as far as they can take effect at run time; None: unchanged.
         log_level: Minimum log level.
         listen_fd: File descriptor of the listening socket for applications.
+        beat_s: Interval between its signs of life.
         store_url: The store for shared limits, if the file names none.
     """
 
@@ -69,6 +79,7 @@ class Order:
     listen_fd: int
     store_url: str | None
     changed: str | None = None
+    beat_s: float = BEAT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,13 +280,40 @@ class WorkerGroup:
                     self._accepts(order, process.pid, report.admin_url)
                 elif report is not None:
                     said = report.error
-                status = await process.wait()
+                status = await self._watched(order, process)
             finally:
                 del self._processes[order.number]
                 self._accepting.pop(order.number, None)
         if said is None:
             return status, None
         return status, StartupBlocked(said) if status == FAILURE else ConfigError(said)
+
+    async def _watched(self, order: Order, process: Process) -> int:
+        """Return the exit status of a process, which is killed if it gives no sign of life for long."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._kill_if_silent, order, process)
+            status = await process.wait()
+            tasks.cancel_scope.cancel()
+        return status
+
+    async def _kill_if_silent(self, order: Order, process: Process) -> None:
+        assert process.stdout is not None
+        missed = 0
+        while missed < SILENT_LOOKS:
+            missed += 1
+            with anyio.move_on_after(order.beat_s):
+                try:
+                    await process.stdout.receive()
+                except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):
+                    return  # it is ending
+                missed = 0
+        log.error(
+            "worker %d has given no sign of life for %g s: killed",
+            order.number,
+            missed * order.beat_s,
+            extra=about("worker_silent", worker=order.number, silent_s=missed * order.beat_s),
+        )
+        _kill(process)
 
     def _accepts(self, order: Order, pid: int, admin_url: str | None) -> None:
         self._accepting[order.number] = admin_url

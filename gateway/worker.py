@@ -9,9 +9,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
 
 import anyio
 from anyio.streams.memory import MemoryObjectSendStream
@@ -53,7 +55,7 @@ def main() -> int:
             # Later changes are compared with the configuration that all workers were started with.
             own = replace(settings.beside(loaded, own, new), tree=loaded.tree)
         with socket.socket(fileno=order.listen_fd) as listen:
-            process.run(_serve, own, listen, heard, report)
+            process.run(_serve, own, listen, heard, report, partial(_beat, reports, order.beat_s))
     except ConfigError as error:
         report(Report(error=str(error)))
         return process.status_of(error)
@@ -61,16 +63,30 @@ def main() -> int:
 
 
 async def _serve(
-    own: Settings, listen: socket.socket, heard: bytes, report: Callable[[Report], None]
+    own: Settings,
+    listen: socket.socket,
+    heard: bytes,
+    report: Callable[[Report], None],
+    beat: Callable[[], Coroutine[Any, Any, None]],
 ) -> None:
     def ready(running: app.Running) -> None:
         report(Report(admin_url=running.admin_url))
+        tasks.start_soon(beat)
 
     gateway = app.Gateway(own, os.environ)
     hints_out, hints = anyio.create_memory_object_stream[None](1)
     async with hints_out, hints, tasks_beside(ConfigError) as tasks:
         tasks.start_soon(app.reread_on, hints, gateway)
         await app.serve_until(_told(heard, hints_out), gateway, ready=ready, listen=listen)
+
+
+async def _beat(reports: int, every_s: float) -> None:
+    """Give signs of life until cancelled. The parent may be suspended, and read none for long."""
+    os.set_blocking(reports, False)
+    while True:
+        with suppress(OSError):
+            os.write(reports, b".")
+        await anyio.sleep(every_s)
 
 
 def _order() -> tuple[bytes | None, bytes]:

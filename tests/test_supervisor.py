@@ -6,6 +6,7 @@ import os
 import re
 import select
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,7 +23,7 @@ from gateway.core.errors import ConfigError, StartupBlocked
 from gateway.sockets import bind
 from gateway.store import keeper
 from gateway.store.keeper import GOOD_SPELL_S, PAUSE_MAX_S, PAUSE_S, next_pause_s
-from gateway.supervisor import Order, WorkerGroup
+from gateway.supervisor import SILENT_LOOKS, Order, WorkerGroup
 
 
 @pytest.mark.parametrize(
@@ -206,6 +207,58 @@ async def test_a_frozen_worker_does_not_keep_the_others_from_being_told_to_stop(
             await ended.enough.wait()
             group.kill()
     assert ended.said[0] == "worker 1 ended (status 3) instead of draining"
+
+
+async def test_a_worker_that_hangs_is_killed_and_started_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    config = configured(tmp_path)
+    with bind("127.0.0.1", 0) as listen, anyio.fail_after(120):
+        url = f"redis://127.0.0.1:{listen.getsockname()[1]}"  # which is never asked for anything
+        order = Order(0, 1, str(config), config.read_text(), "warning", listen.fileno(), url, beat_s=0.25)
+        is_ready = anyio.Event()
+        group = WorkerGroup(600.0, lambda urls: is_ready.set())
+
+        def pids() -> list[int]:
+            return [int(pid) for pid in re.findall(r"\(pid (\d+)\) accepts", caplog.text)]
+
+        async def again() -> bool:
+            return len(pids()) == 2
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.run, order)
+            await is_ready.wait()
+            os.kill(pids()[0], signal.SIGSTOP)
+            await until(again)
+            await group.stop()
+    assert "worker 0 has given no sign of life for 6 s: killed" in caplog.text
+    assert "worker 0 ended (killed by SIGKILL): started again in" in caplog.text
+    assert group.ended_well
+
+
+def stand_still(seconds: float) -> None:
+    subprocess.run(["sleep", str(seconds)], check=True)
+
+
+async def test_time_for_which_the_supervisor_was_suspended_does_not_count_as_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its event loop stands still for longer than the limit, as in a container that is paused."""
+    lines = "(while echo; do sleep 0.05; done) &", "head -c 1 >/dev/null", "kill $!", "exec 1>&-"
+    monkeypatch.setattr(sys, "executable", script(tmp_path, "read order", "echo '{}'", *lines))
+    with bind("127.0.0.1", 0) as listen, anyio.fail_after(30):
+        order = Order(0, 1, "gateway.yaml", "", "info", listen.fileno(), None, beat_s=0.1)
+        is_ready = anyio.Event()
+        group = WorkerGroup(600.0, lambda urls: is_ready.set())
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.run, order)
+            await is_ready.wait()
+            stand_still(1.5 * SILENT_LOOKS * order.beat_s)
+            for _ in range(20):
+                await anyio.lowlevel.checkpoint()
+            await group.stop()
+    assert group.ended_well
 
 
 async def test_a_stop_reaches_a_worker_at_any_moment_of_its_start(
