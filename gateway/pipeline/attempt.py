@@ -277,11 +277,14 @@ class Attempt:
 
     async def _relay_beginning(self, response: UpstreamResponse) -> bool:
         """Relay until the response to the caller has begun. Return whether there may be more to relay."""
-        reader = self._reader
+        reader, held = self._reader, 0
         while data := await response.read():
             ready = reader.feed(data)
             self._watch.chunk()
             self._held.append(ready)
+            held += len(ready)
+            if held > ANSWER_BYTES_MAX:
+                raise self._faulty(BackendError("The answer does not begin."))
             if reader.fault is not None:
                 return False
             if not reader.has_content:

@@ -253,6 +253,19 @@ async def test_a_failure_before_the_first_content_moves_to_the_next(
     assert failed.detail
 
 
+async def test_a_stream_that_never_begins_is_not_kept_without_limit(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.pipeline.attempt.ANSWER_BYTES_MAX", 1_000)
+    world.answers(light_0=Script([*[b": ping\n\n"] * 200, anyio.Event()]), light_1=GOOD)
+
+    with anyio.fail_after(3):
+        caller = await world.run(world.request())
+
+    assert caller.headers["x-gateway-backend"] == "light-1"
+    assert world.fleet.reports[0] == ("light-0", Outcome.FAILED)
+
+
 @pytest.mark.parametrize(
     "body",
     [
