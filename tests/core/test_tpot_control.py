@@ -110,6 +110,39 @@ def test_what_others_run_cannot_be_seen_and_counts_from_when_it_is_known() -> No
     assert meter.close(3.0) == GapWindow(duration_s=3.0, hidden_seq_s=3.0 + 0.5, share_s=60 + 5, share_max=40)
 
 
+@pytest.mark.parametrize("first, second", [("is_job", "is_spill"), ("is_spill", "is_job")])
+def test_windows_that_end_between_two_looks_are_merged(first: str, second: str) -> None:
+    meter = GapMeter(0.0)
+    meter.opened(0.0, share=30, hidden_seqs=2, **{first: True})
+    meter.opened(0.0, share=5)
+    meter.ended(1.0, share=30, hidden_seqs=2, **{first: True})
+    meter.answered(2.0, prompt_tokens=7)  # the first one ends
+    meter.chunks += 4
+    meter.ended(3.0, share=5, tokens=8, chunks=4)
+    meter.opened(3.0, share=10, hidden_seqs=3, **{second: True})
+    meter.opened(3.0, share=10)
+    meter.answered(4.0, prompt_tokens=7)  # the second one ends
+
+    seen = meter.close(4.0)
+
+    assert seen == GapWindow(
+        duration_s=4.0,
+        busy_s=1.0,
+        decoding_seq_s=1.0,
+        waiting_seq_s=3.0,
+        hidden_seq_s=2.0 + 3.0,
+        chunks=4,
+        steps=4.0,
+        ended_tokens=8,
+        ended_chunks=4,
+        share_s=30 + 10 + 5 + 20,
+        share_max=35,
+        has_jobs=True,
+        has_spills=True,
+    )
+    assert seen.in_flight_seq_s == 9.0
+
+
 @st.composite
 def lives(draw: st.DrawFn) -> list[tuple[float, int, int]]:
     """Events of requests in order of time: `(moment, request, what)` with 0 opened, 1 answered, 2 ended."""

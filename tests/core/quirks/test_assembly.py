@@ -23,6 +23,7 @@ from support.engine_events import (
 from gateway.core.naming import ModelNames
 from gateway.core.quirks import AssemblingReader
 from gateway.core.quirks.plan import Plan
+from gateway.core.quirks.turn_marker import MARKER
 from gateway.core.values import Changes, Endpoint
 
 
@@ -212,6 +213,30 @@ def test_it_goes_by_the_public_name() -> None:
 
     answer = json.loads(reader.whole())
     assert (answer["model"], answer["choices"][0]["message"]["content"]) == ("ours", '"model":"gemma-4"')
+
+
+def test_members_it_does_not_know_are_kept_as_they_were_last_said() -> None:
+    said = {"annotations": [{"type": "file_citation"}], "channel": "final"}
+    silent = dict.fromkeys(said)
+    wire = event(choices=[{"index": 0, "delta": silent}], service_tier=None, usage=None)
+    wire += event(choices=[{"index": 0, "delta": said}], service_tier="flex", usage=USAGE)
+    wire += event(
+        choices=[{"index": 0, "delta": silent, "finish_reason": "stop"}], service_tier=None, usage=None
+    )
+
+    answer = assembled(wire + DONE)
+
+    message = answer["choices"][0]["message"]
+    assert {name: message[name] for name in said} == said
+    assert (answer["service_tier"], answer["usage"]) == ("flex", USAGE)
+
+
+def test_what_is_assembled_is_mended() -> None:
+    plan = plan_for("tool_markup_leaks", "turn_marker_leaks", tools=1)
+    reader = AssemblingReader(plan.remedies, choices=1, names=NAMES)
+    reader.feed(role() + delta(content="Loire" + MARKER) + delta(finish="stop") + DONE)
+
+    assert json.loads(reader.whole())["choices"][0]["message"]["content"] == "Loire"
 
 
 # ---------------------------------------------------------------- when it is done
