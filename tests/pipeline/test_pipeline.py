@@ -59,6 +59,7 @@ from gateway.core.values import (
     Pool,
     Prompt,
     Request,
+    RetryPolicy,
     Timeouts,
     TrafficClass,
     Turn,
@@ -615,16 +616,28 @@ async def test_a_caller_that_reads_on_does_not_put_off_the_total_limit(
 
 
 async def test_a_whole_answer_has_only_its_total_limit(world: World) -> None:
-    impatient(world, first_byte_s=0.001, idle_s=0.001)
+    impatient(world, first_byte_s=0, idle_s=0)
     gate = anyio.Event()
     world.answers(light_0=Script([gate, WHOLE]))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(world.run, world.request(stream=False))
         await anyio.wait_all_tasks_blocked()
+        for _ in range(3):  # rounds of the event loop, in which the other limits would end it
+            await anyio.lowlevel.checkpoint()
         gate.set()
 
+    assert world.fleet.reports == [("light-0", Outcome.OK)]
     assert world.notes.requests[0].ending is Ending.COMPLETED
+
+
+async def test_a_whole_answer_that_takes_longer_than_that_is_given_up(world: World) -> None:
+    impatient(world, total_s=0.01)
+    silent = Script([anyio.Event()])
+    world.answers(light_0=silent, light_1=silent, push=silent)
+
+    with anyio.fail_after(3), pytest.raises(UpstreamTimeout, match=r"did not answer within 0\.01 s"):
+        await world.run(world.request(stream=False))
 
 
 async def test_a_body_that_stays_open_after_done_does_not_spoil_the_answer(world: World) -> None:
@@ -715,8 +728,12 @@ async def told_after(world: World, request: Request, happens: Callable[[], None]
     return told[0]
 
 
+@pytest.mark.parametrize("attempts_max", [1, 3])
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-async def test_who_has_no_answer_yet_is_told_that_the_gateway_stops(world: World, stream: bool) -> None:
+async def test_who_has_no_answer_yet_is_told_that_the_gateway_stops(
+    world: World, stream: bool, attempts_max: int
+) -> None:
+    world.policy = replace(world.policy, retry=RetryPolicy(attempts_max=attempts_max))
     world.answers(light_0=Script([anyio.Event()]), light_1=GOOD)
 
     told = await told_after(world, world.request(stream=stream), world.pipeline.end)

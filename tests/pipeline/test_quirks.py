@@ -96,12 +96,17 @@ async def test_one_that_cannot_become_an_answer_is_not_read_any_further(
     assert [attempt.outcome for attempt in world.notes.attempts] == [Outcome.FAILED, Outcome.OK]
 
 
-async def test_one_that_falls_silent_is_given_up_after_the_idle_time(world: World) -> None:
-    give(world, "tool_markup_leaks", timeouts=Timeouts(first_byte_s=5, idle_s=0.05, total_s=10))
+@pytest.mark.parametrize(
+    ("idle_s", "total_s", "said"), [(0.05, 10, "send anything for"), (5, 0.05, "finish within")]
+)
+async def test_one_that_falls_silent_is_given_up_after_the_idle_time_or_all_its_time(
+    world: World, idle_s: float, total_s: float, said: str
+) -> None:
+    give(world, "tool_markup_leaks", timeouts=Timeouts(first_byte_s=5, idle_s=idle_s, total_s=total_s))
     silent = Script([ROLE + HELLO, anyio.Event(), STOP])
     world.answers(light_0=silent, light_1=silent, push=silent)
 
-    with pytest.raises(UpstreamTimeout, match="send anything for"):
+    with anyio.fail_after(3), pytest.raises(UpstreamTimeout, match=said):
         await world.run(world.request(stream=False, tools=1))
 
 
