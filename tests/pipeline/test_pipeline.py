@@ -66,7 +66,7 @@ from gateway.core.values import (
     When,
 )
 from gateway.pipeline import CallerStalled
-from gateway.ports import Arrival, Slot
+from gateway.ports import Arrival, Slot, StreamTransform, UpstreamResponse
 
 GOOD = Script([ROLE + HELLO, STOP, DONE])
 
@@ -559,6 +559,32 @@ async def test_a_stream_that_stands_still_is_broken_off(world: World, limits: di
     assert world.fleet.reports == [("light-0", Outcome.TIMEOUT)]
 
 
+class Unwaited(Caller):
+    """Is written to without waiting for it to read, as a connection with room in its buffer is."""
+
+    async def relay(self, response: UpstreamResponse, transform: StreamTransform) -> None:
+        while not transform.is_over and (data := await response.read()):
+            self.parts.append(transform.take(data))
+
+
+@pytest.mark.parametrize("kind", [Caller, Unwaited])
+async def test_every_read_of_a_stream_gives_it_its_idle_time_again(world: World, kind: type[Caller]) -> None:
+    impatient(world, idle_s=20)
+    gate = anyio.Event()
+    world.answers(light_0=Script([ROLE + HELLO, gate, HELLO, anyio.Event()]))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(), kind())
+        await anyio.wait_all_tasks_blocked()
+        (attempt,) = world.pipeline._running["light-0"]
+        assert attempt._deadline.at > anyio.current_time() + 10
+        attempt._deadline.at = anyio.current_time() + 1
+        gate.set()
+        await anyio.wait_all_tasks_blocked()
+        assert attempt._deadline.at > anyio.current_time() + 10
+        tasks.cancel_scope.cancel()
+
+
 async def test_a_caller_that_does_not_read_is_not_the_backends_fault(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -640,11 +666,15 @@ async def test_a_whole_answer_that_takes_longer_than_that_is_given_up(world: Wor
         await world.run(world.request(stream=False))
 
 
-async def test_a_body_that_stays_open_after_done_does_not_spoil_the_answer(world: World) -> None:
+@pytest.mark.parametrize("kind", [Caller, Unwaited])
+@pytest.mark.parametrize("reads", [[ROLE + HELLO + STOP + DONE], [ROLE + HELLO, STOP + DONE]])
+async def test_a_body_that_stays_open_after_done_does_not_spoil_the_answer(
+    world: World, reads: list[bytes], kind: type[Caller]
+) -> None:
     impatient(world, total_s=0.05)
-    world.answers(light_0=Script([ROLE + HELLO + STOP + DONE, anyio.Event()]))
+    world.answers(light_0=Script([*reads, anyio.Event()]))
 
-    caller = await world.run(world.request())
+    caller = await world.run(world.request(), kind())
 
     assert caller.body == public(ROLE + HELLO + STOP) + DONE
     assert world.notes.requests[0].ending is Ending.COMPLETED

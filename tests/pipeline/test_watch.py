@@ -14,7 +14,7 @@ from gateway.core.tpot_control import DECIDE_S, WINDOW_S, Move
 from gateway.core.values import Demand, JobRoom, Load, Policy, Spill
 from gateway.core.waiting import Ticket
 from gateway.pipeline.watch import JUDGED_S
-from gateway.ports import Slot
+from gateway.ports import Slot, StreamTransform, UpstreamResponse
 from gateway.store.memory import MemoryLedger
 
 USAGE = (
@@ -163,6 +163,34 @@ async def test_a_target_that_is_withdrawn_gives_the_knee_back_and_wakes_who_wait
         assert wake.is_set()
         room.line.leave("waits")
         await streams.step(0.1)
+
+
+class Unparsed(Caller):
+    """Sends the chunks that are recognized as they are."""
+
+    recognized = 0
+
+    async def relay(self, response: UpstreamResponse, transform: StreamTransform) -> None:
+        while data := await response.read():
+            same = transform.match(data, 0, len(data))
+            self.recognized += same is not None
+            await self.send(transform.take(data) if same is None else same)
+
+
+async def test_chunks_that_are_relayed_unparsed_count_like_others(world: World) -> None:
+    parsed, unparsed = Caller(), Unparsed()
+    seen = []
+    for caller in (parsed, unparsed):
+        world.answers(light_0=Script([ROLE + HELLO, *[HELLO] * 9, STOP + USAGE % 11 + DONE]))
+        await world.run(world.request(), caller)
+        world.clock.time += WINDOW_S
+        seen.append(world.pipeline.watch._watched["light-0"].meter.close(world.clock.now()))
+
+    assert unparsed.recognized > 1
+    assert unparsed.body == parsed.body
+    assert seen[0] == seen[1]
+    one, other = world.notes.requests
+    assert one.chunks == other.chunks
 
 
 async def test_the_steps_of_a_stream_are_counted_from_its_reads(world: World) -> None:
