@@ -199,8 +199,7 @@ class Attempt:
         if self._first_byte_at is not None:
             late = self._now() >= self._last_moment
             what = f"finish within {limits.total_s:g} s" if late else f"send anything for {limits.idle_s:g} s"
-            kind = StreamBroken if self._context.is_answered else UpstreamTimeout
-            return kind(f"The backend did not {what}.")
+            return UpstreamTimeout(f"The backend did not {what}.")
         waited = limits.first_byte_s if self._plan.is_streamed else limits.total_s
         return UpstreamTimeout(f"The backend did not answer within {waited:g} s.")
 
