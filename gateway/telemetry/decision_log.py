@@ -141,7 +141,7 @@ class DecisionLog(Recorder):
             with self._files.locked() as written:
                 parts: list[bytes] = []
                 for version, line in batch:
-                    if version and version not in written and version in self._policies:
+                    if version not in written and version in self._policies:
                         parts.append(self._policies[version])
                         written.add(version)
                     parts.append(line)

@@ -143,9 +143,7 @@ class Histograms(Collector):
         spread.counts[bisect_left(self._bounds, value)] += 1
 
     def observe_all(self, labels: Labels, values: Sequence[float]) -> None:
-        """Record several values."""
-        if not values:
-            return
+        """Record one or more values."""
         spread = self._spreads.get(labels) or self._begin(labels)
         spread.sum += sum(values)
         bounds, counts = self._bounds, spread.counts

@@ -41,7 +41,7 @@ from gateway.core.values import (
 from gateway.replay import reading
 from gateway.telemetry import decision_lines, decision_log
 from gateway.telemetry.decision_lines import PolicyLine, RequestLine
-from gateway.telemetry.decision_log import DecisionLog
+from gateway.telemetry.decision_log import POLICIES_MAX, DecisionLog
 
 BACKEND = Backend("light-0", "http://user:hidden@10.0.0.7", Capacity(100, (KneeStep(None, 64),)))
 POLICY = Policy(
@@ -223,11 +223,14 @@ def test_a_process_that_sets_its_file_aside_goes_on_with_the_policy(tmp_path: Pa
     file = tmp_path / "d.jsonl"
     subject = Written(file, max_bytes=100, files=9)
     subject.log.start()
+    open_files = []
     for number in range(1, 4):
         subject.log.finished(RECORD)
         subject.wait(number)  # or they would be one batch
+        open_files.append(len(os.listdir("/dev/fd")))
     subject.log.close()
 
+    assert len(set(open_files)) == 1
     assert len(list(tmp_path.iterdir())) == 3
     for one in tmp_path.iterdir():
         assert [type(line) for line in lines(one)] == [PolicyLine, RequestLine]
@@ -289,6 +292,18 @@ def test_the_policy_that_a_request_was_decided_under_comes_before_it(tmp_path: P
 
     found = [line.version if isinstance(line, PolicyLine) else line.policy for line in lines(file)]
     assert found == ["def", "def", "abc", "abc", "def"]
+
+
+def test_of_the_policies_that_were_in_force_the_newest_are_remembered(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    subject = Written(file)
+    for number in range(POLICIES_MAX):
+        subject.log.policy_in_force(replace(POLICY, version=str(number)), FLAGS, {})
+    newest = str(POLICIES_MAX - 1)
+    subject.write(RECORD, replace(RECORD, asked=replace(ASKED, policy=newest)))
+
+    found = [line.version if isinstance(line, PolicyLine) else line.policy for line in lines(file)]
+    assert found == ["abc", newest, newest]
 
 
 def test_what_a_killed_process_left_unfinished_is_one_line(tmp_path: Path) -> None:

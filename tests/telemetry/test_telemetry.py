@@ -365,6 +365,7 @@ def test_the_journal_keeps_what_went_wrong_or_was_late_beside_the_rest() -> None
         ({"ttft_target_s": 0.1, "stream": False}, True),
         ({"ttft_target_s": 0.4, "route": ""}, False),  # a job: nobody looks on
         ({"ending": Ending.LEFT}, False),
+        ({"ending": Ending.LEFT, "ttft_target_s": 0.4, "first_byte_at": None}, False),
         ({"ending": Ending.SHED}, True),
         ({"ending": Ending.REJECTED}, True),
         ({"attempts": (ATTEMPT, ATTEMPT)}, True),
