@@ -385,8 +385,6 @@ class WaitingLine:
 
     def _settle(self, lane: Lane, home: Home) -> None:
         """Let a lane share its account with lanes of the same home, which changes when the policy does."""
-        if lane.home == home:
-            return
         old = lane.shares
         is_alone = old.lanes == [lane]
         if is_alone and lane.home is not None:
