@@ -936,6 +936,30 @@ async def test_so_is_one_whose_call_has_failed() -> None:
         assert not upstream._retired
 
 
+async def test_so_is_one_whose_calls_have_ended_well() -> None:
+    async with serving(always(answer_of(b"{}"))) as (_, upstream, target):
+        assert isinstance(upstream, HttpxUpstream | DirectUpstream)
+        async with upstream.open(target, Timeouts()) as response:
+            await whole(response)
+        upstream.update([], secrets={}, tls={})
+        await upstream.close_retired()
+        assert not upstream._retired
+
+
+@pytest.mark.usefixtures("only_direct")
+async def test_a_call_that_ends_early_ends_with_its_connection_closed() -> None:
+    """Else its slot would be free while the engine still works for it."""
+    async with serving(always(STREAM_HEAD + chunk(b"data: 1\n\n"))) as (_, upstream, target):
+        for is_cancelled in (False, True):
+            with anyio.CancelScope() as scope:
+                async with upstream.open(target, Timeouts()) as response:
+                    await response.read()
+                    if is_cancelled:
+                        scope.cancel()
+            assert isinstance(response, direct._Connection)
+            assert response._is_lost
+
+
 async def test_a_header_with_a_line_break_never_leaves() -> None:
     async with serving(always(answer_of(b"{}"))) as (server, upstream, target):
         with pytest.raises(Exception):  # noqa: B017 - each client has its own
