@@ -544,8 +544,8 @@ class Answer(Downstream):
         events = self.stream.feed(data, self._now())
         if events:
             await self._send(events)
-        elif data.startswith(b":"):
-            await self.downstream.send(data)
+        elif data.startswith(b":"):  # events of the chat that mean nothing here may follow
+            await self.downstream.send(data.splitlines()[0] + b"\n\n")
 
     async def fail(self, error: GatewayError, code: str) -> None:
         """See `ports.Downstream.fail`. In this API, an error is the final state of a response."""

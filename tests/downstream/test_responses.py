@@ -1,8 +1,13 @@
-"""What a kept response hands on to the one that goes on from it."""
+"""What a kept response hands on to the one that goes on from it, and what the stream of one holds."""
 
 from typing import Any
 
+import anyio
 import msgspec
+from anyio.abc import SocketStream
+from support.front import front, post
+from support.raw_server import LAST_CHUNK, STREAM_HEAD, chunk
+from support.world import HELLO, ROLE, STOP, USAGE
 
 from gateway.downstream.responses import StoredConversation
 
@@ -18,3 +23,31 @@ def test_a_conversation_goes_on_with_all_but_calls_that_broke_off() -> None:
     )
 
     assert [item["id"] for item in kept.items()] == ["a", "b", "completed", "cut"]
+
+
+async def test_a_comment_of_the_backend_is_passed_on_without_what_comes_with_it() -> None:
+    is_heard, has_pinged = anyio.Event(), anyio.Event()
+
+    async def behave(stream: SocketStream, _: dict[str, Any]) -> None:
+        await stream.send(STREAM_HEAD + chunk(ROLE + HELLO))
+        await is_heard.wait()
+        await stream.send(chunk(b": ping\n" + USAGE))
+        await has_pinged.wait()
+        await stream.send(chunk(STOP) + LAST_CHUNK)
+
+    body = msgspec.json.encode({"model": "gemma-4", "input": "hello?", "stream": True})
+    said = b""
+    async with front("asgi", behave) as site, site.caller() as caller:
+        await caller.send(post(body, path="/v1/responses"))
+        await caller.head()
+        while b"hello" not in said:
+            said += await caller.chunk()
+        is_heard.set()
+        while b": ping\n\n" not in said:
+            said += await caller.chunk()
+        has_pinged.set()
+        while part := await caller.chunk():
+            said += part
+
+    assert b"event: response.completed\n" in said
+    assert b'"choices"' not in said
