@@ -128,7 +128,7 @@ def error_of(decoded: object) -> BackendError | None:
     if not isinstance(decoded, dict):
         return None
     error = decoded.get("error")
-    if isinstance(error, dict):
+    if error and isinstance(error, dict):
         param, code = error.get("param"), error.get("code")
         return BackendError(
             message=str(error.get("message") or error),
@@ -136,8 +136,6 @@ def error_of(decoded: object) -> BackendError | None:
             param=param if isinstance(param, str) else None,
             status=code if isinstance(code, int) and code in _SAID_LATE else None,
         )
-    if isinstance(error, str):
-        return BackendError(error)
     if error:
         return BackendError(str(error))
     if "detail" in decoded and "choices" not in decoded:

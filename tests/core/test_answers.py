@@ -244,6 +244,14 @@ def test_success_is_not_taken_from_a_200(choices: list[object], wanted: int, fau
     assert found is None or (fault or "") in found.message
 
 
+@pytest.mark.parametrize("nothing", [None, "", {}, False])
+def test_an_error_that_says_nothing_is_none(nothing: object) -> None:
+    answer = read_answer({"choices": [{"finish_reason": "stop"}], "error": nothing})
+
+    assert answer is not None
+    assert answer.fault(1) is None
+
+
 def test_an_error_under_200_is_an_error() -> None:
     answer = read_answer({"error": {"message": "boom"}})
 
