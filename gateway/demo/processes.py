@@ -202,11 +202,12 @@ async def _ready(url: str) -> None:
 async def _child(role: str, tasks: TaskGroup, lost: Callable[[str], None]) -> AsyncIterator[Child]:
     # A session of its own: Ctrl-C is for the demo, which then stops its children in order. If the demo is
     # killed instead, the end of its pipe tells them.
-    process = await anyio.open_process(
-        [*interpreters.command("gateway.demo.child"), role],
-        start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
+    with anyio.CancelScope(shield=True):  # nobody would wait for one whose start was cancelled
+        process = await anyio.open_process(
+            [*interpreters.command("gateway.demo.child"), role],
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
     child = Child(role, process)
     tasks.start_soon(child.listen, process.stdout)
     tasks.start_soon(child.listen, process.stderr)

@@ -207,16 +207,17 @@ async def _serving(folder: Path, *, is_temporary: bool, keeps: bool) -> AsyncIte
     socket.unlink(missing_ok=True)
     # A watcher process in between notices the end of this process, even by SIGKILL, as EOF on its stdin.
     # Its own session keeps the terminal's Ctrl-C from both while requests are still finishing.
-    watcher = await anyio.open_process(
-        [
-            *(sys.executable, "-I", "-S", str(_WATCH), str(folder) if is_temporary else ""),
-            *server_command(binary, folder, keeps=keeps),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=None,
-        start_new_session=True,
-    )
+    with anyio.CancelScope(shield=True):  # nobody would wait for one whose start was cancelled
+        watcher = await anyio.open_process(
+            [
+                *(sys.executable, "-I", "-S", str(_WATCH), str(folder) if is_temporary else ""),
+                *server_command(binary, folder, keeps=keeps),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None,
+            start_new_session=True,
+        )
     try:
         await _wait_ready(watcher, binary, LOAD_S if keeps else START_S)
         yield EmbeddedValkey(f"unix://{socket}", watcher)
