@@ -528,7 +528,8 @@ class JobStore(Protocol):
         """Claim the next job of these lanes; None if there is none.
 
         The highest priority goes first; then jobs that were claimed before. Of the others, the API keys of
-        a lane take turns, a job each. Between lanes, the job that was submitted first goes first.
+        a lane take turns, a job each. Between lanes, the one with the fewest jobs in progress goes first,
+        then the job that was submitted first.
 
         A job that was refused under the worker's configuration `config` is left to others; see `refuse`.
 

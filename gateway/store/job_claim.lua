@@ -39,21 +39,33 @@ local function head_of(lane)
     end
 end
 
--- Returns the id, the lane and the order of the job that is next: by priority, then again before new, then the one of
--- the lanes' heads that was accepted first.
+local function is_less(these, those)
+    for i, value in ipairs(these) do
+        if value ~= those[i] then
+            return value < those[i]
+        end
+    end
+    return false
+end
+
+-- Returns the id, the lane and the turn, if any, of the job that is next: by priority, then again before new, then the
+-- head of the lane with the fewest claimed jobs, so that a lane's backlog does not take a worker from the others; then
+-- the one that was accepted first.
 local function next_id()
-    local next_half, least, first, its_lane, its_order
+    local least, first, its_lane, its_turn
     for _, lane in ipairs(lanes) do
         local id, order = head_of(lane)
         if id then
-            local half = parts_of(tonumber(order))
+            local half, turn = parts_of(tonumber(order))
+            local running = tonumber(redis.call('HGET', key('running'), lane) or 0)
             local arrival = tonumber(redis.call('ZSCORE', key('jobs'), id) or 0)
-            if not first or half < next_half or half == next_half and arrival < least then
-                next_half, least, first, its_lane, its_order = half, arrival, id, lane, tonumber(order)
+            local rank = {half, running, arrival}
+            if not least or is_less(rank, least) then
+                least, first, its_lane, its_turn = rank, id, lane, turn
             end
         end
     end
-    return first, its_lane, its_order
+    return first, its_lane, its_turn
 end
 
 -- Has the job's stream hand it out. Returns whether it did.
@@ -92,7 +104,7 @@ for _, lane in ipairs(lanes) do
     wake(lane)
 end
 for _ = 1, SWEPT_MAX do
-    local id, lane, order = next_id()
+    local id, lane, turn = next_id()
     if not id then
         return false
     end
@@ -109,10 +121,8 @@ for _ = 1, SWEPT_MAX do
         for _, name in ipairs({'waiting', 'ages'}) do
             redis.call('ZREM', key(name, job.lane), id)
         end
-        local _, turn = parts_of(order)
         if turn then
             note_turn(job, turn)
-            redis.call('SADD', key('busy', lane), job.stream)
         end
         redis.call('HINCRBY', key('running'), job.lane, 1)
         set(job, {status = 'in_progress', attempt = job.attempt + 1, started = now, worker = worker, token = token})

@@ -8,7 +8,7 @@
 -- chunks:<id>        STREAM  its answer: chunk n is entry 0-(n+1)
 -- new:<p>:<lane>:<owner>
 --                    STREAM  new jobs of a priority and an owner, in the order of submission
--- busy:<lane>        SET     those of these streams that have claimed jobs
+-- streams:<lane>     SET     the names of these streams of a lane
 -- turns:<lane>       HASH    priority -> the latest turn in which a job was claimed; "priority owner" -> the one after
 --                            that of the owner's job that was claimed last
 -- again:<p>:<lane>   STREAM  jobs that were claimed before; they go first
@@ -155,6 +155,9 @@ local function put_into_stream(job, kind)
     local stream = stream_of(job, kind)
     if redis.call('EXISTS', stream) == 0 then
         redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
+        if kind == 'new' then
+            redis.call('SADD', key('streams', job.lane), stream)
+        end
     end
     set(job, {stream = stream, entry = redis.call('XADD', stream, '*', 'job', job.id)})
 end
@@ -177,10 +180,11 @@ local function last_of(stream)
 end
 
 -- Returns the turn of a job that becomes its owner's last: the one after that owner's last job, whether it still waits
--- or was the last to be claimed, but not before the turn that the lane has reached.
-local function next_turn(job)
+-- or was the last to be claimed, but not before the turn that the lane has reached, nor before jobs of an earlier
+-- version, whose order is that of their arrival.
+local function next_turn(job, arrival)
     local reached = redis.call('HMGET', key('turns', job.lane), job.priority, job.priority .. ' ' .. job.owner)
-    local turn = math.max(tonumber(reached[1] or 0), tonumber(reached[2] or 0))
+    local turn = math.max(tonumber(reached[1] or 0), tonumber(reached[2] or 0), math.floor(arrival / TURN))
     local last = last_of(stream_of(job, 'new'))
     local order = last and redis.call('ZSCORE', key('waiting', job.lane), last)
     if order then
@@ -200,7 +204,7 @@ end
 local function enqueue(job, kind)
     local order, arrival = RANK[job.priority] * SPAN, redis.call('INCR', key('arrivals'))
     if kind == 'new' then
-        order = order + SPAN / 2 + next_turn(job) * TURN + arrival % TURN
+        order = order + SPAN / 2 + next_turn(job, arrival) * TURN + arrival % TURN
     else
         order = order + arrival
     end
@@ -249,7 +253,7 @@ local function drop_entry(lane, stream, entry)
     redis.call('XDEL', stream, entry)
     if #redis.call('XRANGE', stream, '-', '+', 'COUNT', 1) == 0 then
         redis.call('DEL', stream) -- there may be many, of one owner each
-        redis.call('SREM', key('busy', lane), stream)
+        redis.call('SREM', key('streams', lane), stream)
     end
 end
 
@@ -267,10 +271,10 @@ local function leave(job)
     end
 end
 
--- Returns the streams of a lane from which jobs may be claimed, in an order that does not change.
+-- Returns the streams of a lane, in an order that does not change.
 local function streams_of(lane)
     local names, found = {}, {}
-    for _, stream in ipairs(redis.call('SMEMBERS', key('busy', lane))) do
+    for _, stream in ipairs(redis.call('SMEMBERS', key('streams', lane))) do
         names[stream] = true
     end
     for _, priority in ipairs(PRIORITIES) do
@@ -294,7 +298,7 @@ local function close_if_empty(lane)
     end
     redis.call('SREM', key('lanes'), lane)
     redis.call('HDEL', key('running'), lane)
-    redis.call('DEL', key('refused', lane), key('turns', lane), key('busy', lane), unpack(streams_of(lane)))
+    redis.call('DEL', key('refused', lane), key('turns', lane), key('streams', lane), unpack(streams_of(lane)))
 end
 
 -- ------------------------------------------------------------------ workers' models
@@ -443,16 +447,10 @@ local function take_over(lane, stream)
     if redis.call('EXISTS', stream) == 0 then
         return -- that was its last entry
     end
-    local is_busy = false
     for _, consumer in ipairs(redis.call('XINFO', 'CONSUMERS', stream, GROUP)) do
         if consumer[4] == 0 then -- its next claim creates it again
             redis.call('XGROUP', 'DELCONSUMER', stream, GROUP, consumer[2])
-        else
-            is_busy = true
         end
-    end
-    if not is_busy then
-        redis.call('SREM', key('busy', lane), stream)
     end
 end
 

@@ -6,6 +6,7 @@ should be there is modelled beside it, job by job, and compared after every step
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -214,7 +215,8 @@ class JobHistories(RuleBasedStateMachine):
             if job.lane in lanes:
                 self.queue(job, is_new=False)
         while heads := self.heads(lanes, worker):
-            head = min(heads, key=lambda job: (job.half, job.accepted))
+            running = Counter(job.lane for job in self.of(JobStatus.IN_PROGRESS))
+            head = min(heads, key=lambda job: (job.half, running[job.lane], job.accepted))
             if head.failures < ATTEMPTS_MAX:
                 break
             self.end(head, JobStatus.FAILED, "job_poisoned")

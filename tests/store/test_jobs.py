@@ -269,12 +269,60 @@ async def test_keys_take_turns_within_a_priority_and_a_lane(world: JobWorld, job
     assert await claimed(jobs) == ["alice5", "bob2"]
 
 
-async def test_a_lane_that_is_long_in_use_does_not_wait_for_a_new_one(world: JobWorld, jobs: Jobs) -> None:
-    await world.submit(jobs, *(f"j{number}" for number in range(5)))
+async def test_a_backlog_in_one_lane_does_not_hold_up_another_lane(world: JobWorld, jobs: Jobs) -> None:
+    await submit_of(world, jobs, *(f"alice{number}" for number in range(6)))
+    assert [(await world.claim(jobs)).id for _ in range(2)] == ["alice0", "alice1"]
+    await submit_of(world, jobs, "bob0", "bob1", "bob2", lane="m/push")
+    order = ["bob0", "bob1", "alice2", "bob2", "alice3", "alice4", "alice5"]
+    assert await claimed(jobs, lanes=LANES) == order
+
+
+async def test_of_lanes_with_as_many_jobs_in_progress_the_first_job_goes_first(
+    world: JobWorld, jobs: Jobs
+) -> None:
+    await world.submit(jobs, *(f"j{number}" for number in range(5)))  # turns of this lane that are over
     assert len(await claimed(jobs)) == 5
+    for number in range(4):
+        await jobs.finish(*jobs.held(f"j{number}"), JobStatus.COMPLETED)
+    await world.submit(jobs, "a", lane="m/push")
+    assert await claimed(jobs, lanes=["m/push"]) == ["a"]
     await world.submit(jobs, "first")
-    await world.submit(jobs, "second", "third", lane="m/push")
-    assert await claimed(jobs, lanes=LANES) == ["first", "second", "third"]
+    await world.submit(jobs, "second", lane="m/push")
+    assert await claimed(jobs, lanes=LANES) == ["first", "second"]
+
+
+async def queue_as_before(world: JobWorld, jobs: Jobs, *ids: str) -> None:
+    """Submit jobs, and have them queue as they did before keys took turns."""
+    stream, half = world.key("new", "normal", LANE), 2**50 + 2**49
+    await world.redis.xgroup_create(stream, "workers", "0", mkstream=True)
+    for id in ids:
+        await world.submit(jobs, id)
+        for own in await world.redis.smembers(world.key("streams", LANE)):
+            await world.redis.delete(own, world.key("streams", LANE))
+        entry = await world.redis.xadd(stream, {"job": id})
+        await world.redis.hset(world.key("job", id), mapping={"stream": stream, "entry": entry})
+        arrival = int(await world.redis.get(world.key("arrivals")) or 0)
+        await world.redis.zadd(world.key("waiting", LANE), {id: half + arrival})
+
+
+async def test_jobs_that_queued_before_keys_took_turns_keep_their_places(world: JobWorld, jobs: Jobs) -> None:
+    await world.redis.set(world.key("arrivals"), 10**9)
+    await queue_as_before(world, jobs, "old1", "old2", "old3")
+    await submit_of(world, jobs, "alice1", "bob1", "bob2", "alice2")
+    await jobs.cancel("old2")
+    assert await claimed(jobs) == ["old1", "old3", "alice1", "bob1", "bob2", "alice2"]
+    await world.lose_worker_of("old1", "alice1")
+    assert sorted(await claimed(jobs)) == ["alice1", "old1"]
+
+
+async def test_what_a_process_of_before_has_claimed_of_a_keys_stream_is_taken_over(
+    world: JobWorld, jobs: Jobs
+) -> None:
+    await submit_of(world, jobs, "alice1")
+    await world.claim(jobs)
+    await world.redis.delete(world.key("turns", LANE))  # which it does not know
+    await world.lose_worker_of("alice1")
+    assert await claimed(jobs) == ["alice1"]
 
 
 async def test_a_key_has_a_stream_only_while_it_has_jobs(world: JobWorld, jobs: Jobs) -> None:
