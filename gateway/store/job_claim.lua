@@ -13,7 +13,7 @@ local function wake(lane)
         local job = load(id)
         if job then
             set(job, {retry_at = 0})
-            enqueue(job, 'again')
+            enqueue(job, false)
         end
     end
 end
@@ -48,30 +48,36 @@ local function is_less(these, those)
     return false
 end
 
--- Returns the id, the lane and the turn, if any, of the job that is next: by priority, then again before new, then the
--- head of the lane with the fewest claimed jobs, so that a lane's backlog does not take a worker from the others; then
--- the one that was accepted first.
+-- Returns the id and the lane of the job that is next: by priority, then again before new, then the head of the lane with
+-- the fewest claimed jobs, so that a lane's backlog does not take a worker from the others; then the one accepted first.
 local function next_id()
-    local least, first, its_lane, its_turn
+    local first, least, its_lane
     for _, lane in ipairs(lanes) do
         local id, order = head_of(lane)
         if id then
-            local half, turn = parts_of(tonumber(order))
             local running = tonumber(redis.call('HGET', key('running'), lane) or 0)
             local arrival = tonumber(redis.call('ZSCORE', key('jobs'), id) or 0)
-            local rank = {half, running, arrival}
-            if not least or is_less(rank, least) then
-                least, first, its_lane, its_turn = rank, id, lane, turn
+            local rank = {math.floor(order / (SPAN / 2)), running, arrival}
+            if not first or is_less(rank, least) then
+                first, least, its_lane = id, rank, lane
             end
         end
     end
-    return first, its_lane, its_turn
+    return first, its_lane
 end
 
--- Has the job's stream hand it out. Returns whether it did.
+local function put_into_stream(job)
+    local stream = key('left', job.priority, job.lane)
+    if redis.call('EXISTS', stream) == 0 then
+        redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
+    end
+    set(job, {stream = stream, entry = redis.call('XADD', stream, '*', 'job', job.id)})
+end
+
+-- Has a stream hand out a job. Returns whether it did.
 local function take(job)
-    if job.entry == '' then -- it was refused before
-        put_into_stream(job, 'left')
+    if job.entry == '' then
+        put_into_stream(job)
     end
     local read = redis.pcall('XREADGROUP', 'GROUP', GROUP, worker, 'COUNT', 1, 'STREAMS', job.stream, '>')
     local entry = read and not read.err and read[1] and read[1][2][1][1]
@@ -80,10 +86,10 @@ local function take(job)
     end
     -- Somebody else has written to the stream: the order beside it counts.
     if entry then
-        drop_entry(job.lane, job.stream, entry)
+        drop_entry(job.stream, entry)
     else
         redis.pcall('XDEL', job.stream, job.entry)
-        enqueue(job, 'again')
+        set(job, {stream = '', entry = ''})
     end
     return false
 end
@@ -104,7 +110,7 @@ for _, lane in ipairs(lanes) do
     wake(lane)
 end
 for _ = 1, SWEPT_MAX do
-    local id, lane, turn = next_id()
+    local id, lane = next_id()
     if not id then
         return false
     end
@@ -118,12 +124,11 @@ for _ = 1, SWEPT_MAX do
     elseif tonumber(job.failures) >= tonumber(attempts_max) then
         poison(job)
     elseif take(job) then
-        for _, name in ipairs({'waiting', 'ages'}) do
-            redis.call('ZREM', key(name, job.lane), id)
-        end
+        local turn = redis.call('ZSCORE', backlog_of(job), id)
         if turn then
             note_turn(job, turn)
         end
+        unqueue(job)
         redis.call('HINCRBY', key('running'), job.lane, 1)
         set(job, {status = 'in_progress', attempt = job.attempt + 1, started = now, worker = worker, token = token})
         redis.call('SET', key('claimed', worker), token .. ' ' .. id, 'PX', CLAIMED_MS)

@@ -12,7 +12,7 @@ if holds(job, token) then
         return 1
     end
     leave(job)
-    queue(job, 'again', now + rest_ms)
+    queue(job, false, now + rest_ms)
     return 1
 end
 -- It was given back already: the reply to that was lost.

@@ -22,7 +22,7 @@ if holds(job, token) then
     redis.call('HSET', name, id, refused)
     redis.call('PEXPIRE', name, REFUSED_MS)
     set(job, {failures = job.failures + (is_left and 0 or 1), returned = job.attempt})
-    queue(job, 'again', is_left and 0 or now + rest_ms)
+    queue(job, false, is_left and 0 or now + rest_ms)
     return is_left and 'left' or 'failed'
 end
 -- It was done already: the reply to that was lost.

@@ -12,6 +12,6 @@ if job and has_failed(job) then
     charge(job.owner, 1, bytes - job.bytes)
     redis.call('HDEL', name, 'expires', 'started', 'ended', 'worker', 'returned', unpack(ERROR))
     set(job, {bytes = bytes, chunks = 0, failures = 0, created = now})
-    queue(job, 'new', 0)
+    queue(job, true, 0)
 end
 return show(ARGV[OWN_ARGUMENTS], true)

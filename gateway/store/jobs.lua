@@ -6,17 +6,17 @@
 --
 -- job:<id>           HASH    the job
 -- chunks:<id>        STREAM  its answer: chunk n is entry 0-(n+1)
--- new:<p>:<lane>:<owner>
---                    STREAM  new jobs of a priority and an owner, in the order of submission
--- streams:<lane>     SET     the names of these streams of a lane
+-- left:<p>:<lane>    STREAM  claimed jobs of a priority; each is added when it is claimed
+-- new:<p>:<lane>, again:<p>:<lane>
+--                    STREAM  jobs that the previous version has queued, and are added before they are claimed
+-- waiting:<lane>     ZSET    queued jobs that do not rest, in the order of claiming
+-- backlog:<p>:<lane>:<owner>
+--                    ZSET    those of an owner that were not claimed before, by their turns
 -- turns:<lane>       HASH    priority -> the latest turn in which a job was claimed; "priority owner" -> the one after
 --                            that of the owner's job that was claimed last
--- again:<p>:<lane>   STREAM  jobs that were claimed before; they go first
--- left:<p>:<lane>    STREAM  refused jobs; each is added when it is claimed again
--- waiting:<lane>     ZSET    jobs in the lane's streams that are not claimed, in the order of claiming; and refused ones
 -- refused:<lane>     HASH    id -> " config config ": the configurations under which the job was refused
 -- serving:<model>    ZSET    "worker config" of the processes that serve a model, by the time of the announcement
--- resting:<lane>     ZSET    queued jobs in no stream, by the time at which they enter one
+-- resting:<lane>     ZSET    other queued jobs, by the time at which they wait again
 -- ages:<lane>        ZSET    queued jobs, by the time of submission
 -- ends:<lane>        HASH    time -> number of claimed jobs that ended then
 -- lanes              SET     lanes with a job that is not final
@@ -27,7 +27,7 @@
 -- quota:<owner>      HASH    number of jobs that are not final, and bytes
 -- totals             HASH    "outcome lane": total number of jobs that ended with the outcome
 -- drained            STRING  since when an operator has paused the queue
--- arrivals           STRING  a counter of jobs that entered a stream, or were accepted
+-- arrivals           STRING  a counter of jobs that were accepted, or began to wait
 -- clock              HASH    when the store was last used, since when without a break, and when it was swept
 -- claimed:<worker>   STRING  "token id" of its latest claim
 -- revoked:<id>       STRING  exists if a job that was not accepted yet must not be
@@ -144,54 +144,32 @@ local function charge(owner, jobs, bytes)
     end
 end
 
--- ------------------------------------------------------------------ entering and leaving streams
+-- ------------------------------------------------------------------ entering and leaving the queue
 
--- Each owner's new jobs have a stream of their own, so that owners can take turns.
-local function stream_of(job, kind)
-    return kind == 'new' and key(kind, job.priority, job.lane, job.owner) or key(kind, job.priority, job.lane)
+local function backlog_of(job)
+    return key('backlog', job.priority, job.lane, job.owner)
 end
 
-local function put_into_stream(job, kind)
-    local stream = stream_of(job, kind)
-    if redis.call('EXISTS', stream) == 0 then
-        redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
-        if kind == 'new' then
-            redis.call('SADD', key('streams', job.lane), stream)
+-- Returns the last turn of the jobs that wait in a backlog, or nothing. The previous version leaves behind what it claims.
+local function last_turn(backlog, lane)
+    local last
+    for _ = 1, SWEPT_MAX do
+        last = redis.call('ZREVRANGE', backlog, 0, 0, 'WITHSCORES')
+        if not last[1] or redis.call('ZSCORE', key('waiting', lane), last[1]) then
+            break
         end
+        redis.call('ZREM', backlog, last[1])
     end
-    set(job, {stream = stream, entry = redis.call('XADD', stream, '*', 'job', job.id)})
-end
-
--- Returns of an order number what goes before everything else, priority and whether the job is new, as one number;
--- then, of a new job, its turn.
-local function parts_of(order)
-    local half = math.floor(order / (SPAN / 2))
-    return half, half % 2 == 1 and math.floor((order - half * SPAN / 2) / TURN) or nil
-end
-
--- Returns the id of the last job in a stream, if there is one. XREVRANGE would be a right that users did not need before.
-local function last_of(stream)
-    local about = redis.call('EXISTS', stream) == 1 and redis.call('XINFO', 'STREAM', stream) or {}
-    for i = 1, #about, 2 do
-        if about[i] == 'last-entry' then
-            return about[i + 1] and about[i + 1][2][2]
-        end
-    end
+    return last[2]
 end
 
 -- Returns the turn of a job that becomes its owner's last: the one after that owner's last job, whether it still waits
--- or was the last to be claimed, but not before the turn that the lane has reached, nor before jobs of an earlier
--- version, whose order is that of their arrival.
+-- or was the last to be claimed, but not before the turn that the lane has reached, nor before the jobs of the previous
+-- version, whose order numbers have the number of their arrival.
 local function next_turn(job, arrival)
     local reached = redis.call('HMGET', key('turns', job.lane), job.priority, job.priority .. ' ' .. job.owner)
-    local turn = math.max(tonumber(reached[1] or 0), tonumber(reached[2] or 0), math.floor(arrival / TURN))
-    local last = last_of(stream_of(job, 'new'))
-    local order = last and redis.call('ZSCORE', key('waiting', job.lane), last)
-    if order then
-        local _, its_turn = parts_of(tonumber(order))
-        turn = math.max(turn, (its_turn or 0) + 1)
-    end
-    return turn
+    local last = last_turn(backlog_of(job), job.lane) or -1
+    return math.max(tonumber(reached[1] or 0), tonumber(reached[2] or 0), last + 1, math.floor(arrival / TURN))
 end
 
 -- Notes that a new job is claimed in its turn.
@@ -201,31 +179,27 @@ local function note_turn(job, turn)
     redis.call('HSET', turns, job.priority, math.max(turn, reached), job.priority .. ' ' .. job.owner, turn + 1)
 end
 
-local function enqueue(job, kind)
+local function enqueue(job, is_new)
     local order, arrival = RANK[job.priority] * SPAN, redis.call('INCR', key('arrivals'))
-    if kind == 'new' then
-        order = order + SPAN / 2 + next_turn(job, arrival) * TURN + arrival % TURN
+    if is_new then
+        local turn = next_turn(job, arrival)
+        redis.call('ZADD', backlog_of(job), turn, job.id)
+        order = order + SPAN / 2 + turn * TURN + arrival % TURN
     else
         order = order + arrival
     end
     redis.call('ZADD', key('waiting', job.lane), order, job.id)
-    if redis.call('HEXISTS', key('refused', job.lane), job.id) == 1 then
-        set(job, {stream = '', entry = ''}) -- some workers skip it, which a stream does not support
-    else
-        put_into_stream(job, kind)
-    end
     redis.call('PUBLISH', key('work'), '')
 end
 
-local function queue(job, kind, retry_at)
+local function queue(job, is_new, retry_at)
     redis.call('SADD', key('lanes'), job.lane)
     redis.call('ZADD', key('ages', job.lane), job.created, job.id)
+    set(job, {status = 'queued', retry_at = retry_at > now and retry_at or 0, stream = '', entry = ''})
     if retry_at > now then
-        set(job, {status = 'queued', retry_at = retry_at, stream = '', entry = ''})
         redis.call('ZADD', key('resting', job.lane), retry_at, job.id)
     else
-        set(job, {status = 'queued', retry_at = 0})
-        enqueue(job, kind)
+        enqueue(job, is_new)
     end
     tell(job)
 end
@@ -245,50 +219,32 @@ local function accept(job, expires)
     local arrival = redis.call('INCR', key('arrivals'))
     redis.call('ZADD', key('jobs'), arrival, job.id)
     redis.call('ZADD', key('jobs', job.owner), arrival, job.id)
-    queue(job, 'new', 0)
+    queue(job, true, 0)
 end
 
-local function drop_entry(lane, stream, entry)
+local function drop_entry(stream, entry)
     redis.call('XACK', stream, GROUP, entry)
     redis.call('XDEL', stream, entry)
-    if #redis.call('XRANGE', stream, '-', '+', 'COUNT', 1) == 0 then
-        redis.call('DEL', stream) -- there may be many, of one owner each
-        redis.call('SREM', key('streams', lane), stream)
+end
+
+-- Removes a queued job from its lane's order.
+local function unqueue(job)
+    for _, name in ipairs({'waiting', 'resting', 'ages'}) do
+        redis.call('ZREM', key(name, job.lane), job.id)
     end
+    redis.call('ZREM', backlog_of(job), job.id)
 end
 
 -- Removes a job from its queue, or from its worker.
 local function leave(job)
     if job.entry and job.entry ~= '' then
-        drop_entry(job.lane, job.stream, job.entry)
+        drop_entry(job.stream, job.entry)
     end
     if job.status == 'queued' then
-        for _, name in ipairs({'waiting', 'resting', 'ages'}) do
-            redis.call('ZREM', key(name, job.lane), job.id)
-        end
+        unqueue(job)
     else
         redis.call('HINCRBY', key('running'), job.lane, -1)
     end
-end
-
--- Returns the streams of a lane, in an order that does not change.
-local function streams_of(lane)
-    local names, found = {}, {}
-    for _, stream in ipairs(redis.call('SMEMBERS', key('streams', lane))) do
-        names[stream] = true
-    end
-    for _, priority in ipairs(PRIORITIES) do
-        for _, kind in ipairs({'again', 'left', 'new'}) do -- a new one without an owner is of an earlier version
-            names[key(kind, priority, lane)] = true
-        end
-    end
-    for stream in pairs(names) do
-        if redis.call('EXISTS', stream) == 1 then
-            found[#found + 1] = stream
-        end
-    end
-    table.sort(found)
-    return found
 end
 
 local function close_if_empty(lane)
@@ -298,7 +254,10 @@ local function close_if_empty(lane)
     end
     redis.call('SREM', key('lanes'), lane)
     redis.call('HDEL', key('running'), lane)
-    redis.call('DEL', key('refused', lane), key('turns', lane), key('streams', lane), unpack(streams_of(lane)))
+    for _, priority in ipairs(PRIORITIES) do
+        redis.call('DEL', key('new', priority, lane), key('again', priority, lane), key('left', priority, lane))
+    end
+    redis.call('DEL', key('refused', lane), key('turns', lane))
 end
 
 -- ------------------------------------------------------------------ workers' models
@@ -422,7 +381,7 @@ end
 
 -- ------------------------------------------------------------------ the sweep
 
-local function take_over(lane, stream)
+local function take_over(stream)
     -- Redis 6.2 returns two elements, later ones three; with JUSTID the second has ids in both.
     local at, found, lost = '0-0', {}, nil
     repeat -- each call looks at ten times as many entries at most, and returns where it has stopped
@@ -439,19 +398,29 @@ local function take_over(lane, stream)
             leave(job)
             stop(job)
             set(job, {failures = job.failures + 1})
-            queue(job, 'again', 0)
+            queue(job, false, 0)
         else
-            drop_entry(lane, stream, entry)
+            drop_entry(stream, entry)
         end
-    end
-    if redis.call('EXISTS', stream) == 0 then
-        return -- that was its last entry
     end
     for _, consumer in ipairs(redis.call('XINFO', 'CONSUMERS', stream, GROUP)) do
         if consumer[4] == 0 then -- its next claim creates it again
             redis.call('XGROUP', 'DELCONSUMER', stream, GROUP, consumer[2])
         end
     end
+end
+
+local function streams_of(lane)
+    local found = {}
+    for _, priority in ipairs(PRIORITIES) do
+        for _, kind in ipairs({'again', 'left', 'new'}) do
+            local stream = key(kind, priority, lane)
+            if redis.call('EXISTS', stream) == 1 then
+                found[#found + 1] = stream
+            end
+        end
+    end
+    return found
 end
 
 -- This server's clock has gone back: stored times in the future must not delay anything. Claims count from now on;
@@ -507,7 +476,7 @@ local function sweep()
     if now - since >= LOST then
         for _, lane in ipairs(redis.call('HKEYS', key('running'))) do
             for _, stream in ipairs(streams_of(lane)) do
-                take_over(lane, stream)
+                take_over(stream)
             end
         end
     end

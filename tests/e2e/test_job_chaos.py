@@ -397,7 +397,7 @@ async def unsettled(site: Site) -> dict[str, Any]:
     """Return what is still queued, held or counted anywhere; nothing, once all jobs are over."""
     world = JobWorld(site.valkey.url, "gw", site.redis)
     names = await world.names()
-    waits = {"lanes", "running", "waiting", "resting", "ages", "expiring", "new", "again", "turns", "streams"}
+    waits = {"lanes", "running", "waiting", "resting", "ages", "expiring", "left", "backlog", "turns"}
     found: dict[str, Any] = {"jobs' keys": sorted(names & waits)}
     for key in ("alpha", "beta"):
         found[f"quota of {key}"] = (await world.quota(f"={key}"))[0]

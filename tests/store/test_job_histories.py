@@ -413,20 +413,15 @@ class JobHistories(RuleBasedStateMachine):
             queued = sum(job.lane == lane for job in self.of(JobStatus.QUEUED))
             running = sum(job.lane == lane for job in self.of(JobStatus.IN_PROGRESS))
             assert lanes.get(lane, (0, 0)) == (queued, running)
-            assert self.run(self.entries(lane)) == (queued - self.apart(lane), running)
-
-    def apart(self, lane: str) -> int:
-        """Return how many jobs of a lane are queued and in no stream."""
-        queued = [job for job in self.of(JobStatus.QUEUED) if job.lane == lane]
-        return sum(job.rests or bool(job.refused) for job in queued)
+            assert self.run(self.entries(lane)) == (running, running)
 
     async def entries(self, lane: str) -> tuple[int, int]:
-        """Return how many entries of a lane's streams are not handed out yet, and how many are pending."""
+        """Return how many entries a lane's streams have, and how many of these are pending."""
         entries, pending = 0, 0
         for stream in await self.world.streams(lane):
             entries += await self.redis.xlen(stream)
             pending += (await self.redis.xpending(stream, "workers"))["pending"]
-        return entries - pending, pending
+        return entries, pending
 
     def teardown(self) -> None:
         for worker in range(WORKERS):

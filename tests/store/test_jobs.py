@@ -270,11 +270,10 @@ async def test_keys_take_turns_within_a_priority_and_a_lane(world: JobWorld, job
 
 
 async def test_a_backlog_in_one_lane_does_not_hold_up_another_lane(world: JobWorld, jobs: Jobs) -> None:
-    await submit_of(world, jobs, *(f"alice{number}" for number in range(6)))
+    await submit_of(world, jobs, *(f"alice{number}" for number in range(5)))
     assert [(await world.claim(jobs)).id for _ in range(2)] == ["alice0", "alice1"]
     await submit_of(world, jobs, "bob0", "bob1", "bob2", lane="m/push")
-    order = ["bob0", "bob1", "alice2", "bob2", "alice3", "alice4", "alice5"]
-    assert await claimed(jobs, lanes=LANES) == order
+    assert await claimed(jobs, lanes=LANES) == ["bob0", "bob1", "alice2", "bob2", "alice3", "alice4"]
 
 
 async def test_of_lanes_with_as_many_jobs_in_progress_the_first_job_goes_first(
@@ -291,21 +290,32 @@ async def test_of_lanes_with_as_many_jobs_in_progress_the_first_job_goes_first(
     assert await claimed(jobs, lanes=LANES) == ["first", "second"]
 
 
+async def test_a_backlog_is_kept_only_while_it_waits(world: JobWorld, jobs: Jobs) -> None:
+    await submit_of(world, jobs, "alice1", "bob1", "bob2", "carol1", "dave1")
+    await jobs.cancel("dave1")
+    backlogs = [world.key("backlog", "normal", LANE, f"={key}") for key in ("alice", "bob", "carol", "dave")]
+    assert await world.redis.exists(*backlogs) == 3
+    assert await claimed(jobs) == ["alice1", "bob1", "carol1", "bob2"]
+    assert await world.redis.exists(*backlogs) == 0
+
+
 async def queue_as_before(world: JobWorld, jobs: Jobs, *ids: str) -> None:
-    """Submit jobs, and have them queue as they did before keys took turns."""
+    """Submit jobs of alice, and have them queue as the previous version had it."""
     stream, half = world.key("new", "normal", LANE), 2**50 + 2**49
-    await world.redis.xgroup_create(stream, "workers", "0", mkstream=True)
+    if not await world.redis.exists(stream):
+        await world.redis.xgroup_create(stream, "workers", "0", mkstream=True)
     for id in ids:
         await world.submit(jobs, id)
-        for own in await world.redis.smembers(world.key("streams", LANE)):
-            await world.redis.delete(own, world.key("streams", LANE))
+        await world.redis.delete(world.key("backlog", "normal", LANE, "=alice"))
         entry = await world.redis.xadd(stream, {"job": id})
         await world.redis.hset(world.key("job", id), mapping={"stream": stream, "entry": entry})
         arrival = int(await world.redis.get(world.key("arrivals")) or 0)
         await world.redis.zadd(world.key("waiting", LANE), {id: half + arrival})
 
 
-async def test_jobs_that_queued_before_keys_took_turns_keep_their_places(world: JobWorld, jobs: Jobs) -> None:
+async def test_jobs_that_the_previous_version_has_queued_keep_their_places(
+    world: JobWorld, jobs: Jobs
+) -> None:
     await world.redis.set(world.key("arrivals"), 10**9)
     await queue_as_before(world, jobs, "old1", "old2", "old3")
     await submit_of(world, jobs, "alice1", "bob1", "bob2", "alice2")
@@ -313,28 +323,31 @@ async def test_jobs_that_queued_before_keys_took_turns_keep_their_places(world: 
     assert await claimed(jobs) == ["old1", "old3", "alice1", "bob1", "bob2", "alice2"]
     await world.lose_worker_of("old1", "alice1")
     assert sorted(await claimed(jobs)) == ["alice1", "old1"]
+    for id in ("old1", "old3", "alice1", "bob1", "bob2", "alice2"):
+        await jobs.finish(*jobs.held(id, 2 if id in ("old1", "alice1") else 1), JobStatus.COMPLETED)
+    assert not await world.streams()
 
 
-async def test_what_a_process_of_before_has_claimed_of_a_keys_stream_is_taken_over(
-    world: JobWorld, jobs: Jobs
-) -> None:
-    await submit_of(world, jobs, "alice1")
-    await world.claim(jobs)
-    await world.redis.delete(world.key("turns", LANE))  # which it does not know
-    await world.lose_worker_of("alice1")
-    assert await claimed(jobs) == ["alice1"]
+async def test_the_previous_version_knows_the_streams_of_claimed_jobs(world: JobWorld, jobs: Jobs) -> None:
+    await submit_of(world, jobs, "alice1", "bob1")
+    await world.submit(jobs, "high", priority=JobPriority.HIGH)
+    assert await claimed(jobs) == ["high", "alice1", "bob1"]
+    kinds, priorities = ("again", "left", "new"), ("high", "normal", "batch")
+    known = [world.key(kind, priority, LANE) for kind in kinds for priority in priorities]
+    assert set(await world.streams()) <= set(known)
 
 
-async def test_a_key_has_a_stream_only_while_it_has_jobs(world: JobWorld, jobs: Jobs) -> None:
-    await submit_of(world, jobs, "alice1", "bob1", "bob2", "carol1")
-    assert len(await world.streams()) == 3
-    assert await claimed(jobs) == ["alice1", "bob1", "carol1", "bob2"]
-    await jobs.finish(*jobs.held("alice1"), JobStatus.COMPLETED)
-    await jobs.cancel("carol1")
-    assert await world.streams() == [world.key("new", "normal", LANE, "=bob")]
-    await world.lose_worker_of("bob1", "bob2")
-    assert await claimed(jobs) == ["bob1", "bob2"]
-    assert await world.streams() == [world.key("again", "normal", LANE)]
+async def test_what_the_previous_version_has_claimed_counts_for_no_turn(world: JobWorld, jobs: Jobs) -> None:
+    await submit_of(world, jobs, *(f"alice{number}" for number in range(1, 6)))
+    backlog = world.key("backlog", "normal", LANE, "=alice")
+    async with Redis.from_url(world.url) as raw:
+        before = await raw.dump(backlog) or b""
+        assert await claimed(jobs) == [f"alice{number}" for number in range(1, 6)]
+        await raw.restore(backlog, 0, before)  # which it does not know
+    await world.redis.delete(world.key("turns", LANE))
+    await submit_of(world, jobs, "bob1", "bob2", "alice6")
+    assert await claimed(jobs) == ["bob1", "alice6", "bob2"]
+    assert not await world.redis.exists(backlog)
 
 
 async def test_lanes_do_not_wait_for_each_other(world: JobWorld, jobs: Jobs) -> None:
@@ -1062,14 +1075,15 @@ async def test_of_two_attempts_of_one_number_the_one_that_the_store_knows_has_th
 
 
 async def test_a_stream_that_was_deleted_or_written_to_is_put_right(world: JobWorld, jobs: Jobs) -> None:
-    await world.submit(jobs, "a", "b")
-    stream = world.key("new", "normal", LANE, "=alice")
-    await world.redis.delete(stream)
+    await queue_as_before(world, jobs, "a", "b")
+    await world.redis.delete(world.key("new", "normal", LANE))
     assert await claimed(jobs) == ["a", "b"]
     await jobs.give_back(*jobs.held("a"), attempts_max=3)
+    (stream,) = await world.streams()
     await world.redis.xadd(stream, {"job": "stranger"})
     await world.submit(jobs, "c")
     assert await claimed(jobs) == ["a", "c"]
+    assert await world.redis.xlen(stream) == 3
 
 
 async def test_a_job_that_was_deleted_by_hand_holds_nobody_up(world: JobWorld, jobs: Jobs) -> None:
