@@ -986,7 +986,9 @@ async def test_a_fault_before_the_answer_is_one_in_the_one_shape(
             got = await caller.ask(post())
             assert (got.status, got.code) == (status, code)
             assert b"fault" not in got.body
-            if status == 503:  # its connection is closed
+            if status == 503:
+                assert got.header("connection") == "close"
+                assert await caller.is_closed()
                 break
         await site.idle()
         records = [(one.ending, one.status, one.error_code) for one in site.notes.requests]
@@ -1016,6 +1018,17 @@ async def test_a_fault_while_a_head_is_read_is_not_the_callers(
     (record,) = (one for one in caplog.records if one.exc_info)
     assert record.exc_info is not None
     assert record.exc_info[1] is fault
+
+
+async def test_a_body_that_nobody_takes_is_not_counted_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(_: Call) -> None:
+        raise RuntimeError("a fault")
+
+    async with front("direct") as site, site.caller() as caller:
+        monkeypatch.setattr(site.watched, "chat", fail)
+        with pytest.raises(Closed):
+            await caller.ask(post())
+        await site.idle()
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "stream"])
@@ -1381,6 +1394,20 @@ async def test_a_server_that_ends_gracefully_lets_streams_end(way: str) -> None:
         await site.idle()
 
 
+async def test_a_chat_that_a_gateway_ends_before_its_answer_is_the_last_on_its_connection(way: str) -> None:
+    async def hang(*_: object) -> None:
+        await anyio.sleep_forever()
+
+    async with front(way, hang) as site, site.caller() as caller:
+        await caller.send(post())
+        await site.eventually(lambda: len(site.backend.requests) == 1)
+        site.applications.end()
+        got = await caller.answer()
+
+        assert (got.status, got.code, got.header("connection")) == (503, "draining", "close")
+        assert await caller.is_closed()
+
+
 async def test_a_cut_ends_everything_at_once(way: str) -> None:
     async with front(way, begin) as site, site.caller() as streaming, site.caller() as sending:
         await streaming.send(post(chat(stream=True)))
@@ -1458,6 +1485,24 @@ async def answering(way: str, answer: Callable[[HttpDownstream], Awaitable[None]
             listener.cut()
             with anyio.CancelScope(shield=True):
                 await listener.wait_ended()
+
+
+async def test_a_head_does_not_wait_for_its_body(way: str) -> None:
+    has_head = anyio.Event()
+
+    async def answer(downstream: HttpDownstream) -> None:
+        await downstream.start(200, [])
+        await has_head.wait()
+        await downstream.send(b"late")
+        await downstream.finish()
+
+    async with answering(way, answer) as caller:
+        await caller.send(post())
+        with anyio.fail_after(10):
+            begun = await caller.head()
+        has_head.set()
+
+        assert (await caller.rest_of(begun)).body == b"late"
 
 
 async def test_an_end_that_cannot_be_written_is_none(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
