@@ -14,6 +14,7 @@ from threading import Condition
 from typing import Any
 
 import pytest
+from support.world import StillClock
 
 from gateway.clock import SystemClock
 from gateway.core.errors import ConfigError
@@ -41,7 +42,7 @@ from gateway.core.values import (
 from gateway.replay import reading
 from gateway.telemetry import decision_lines, decision_log
 from gateway.telemetry.decision_lines import PolicyLine, RequestLine
-from gateway.telemetry.decision_log import POLICIES_MAX, DecisionLog
+from gateway.telemetry.decision_log import POLICIES_MAX, WARNING_EVERY_S, DecisionLog
 
 BACKEND = Backend("light-0", "http://user:hidden@10.0.0.7", Capacity(100, (KneeStep(None, 64),)))
 POLICY = Policy(
@@ -97,9 +98,8 @@ class Written:
         self._grown = Condition()
         self.log = DecisionLog(
             file,
-            clock=SystemClock(),
             on_lines=self._count,
-            **{"max_bytes": 1_000_000, "files": 3, "has_keys": True, **options},
+            **{"clock": SystemClock(), "max_bytes": 1_000_000, "files": 3, "has_keys": True, **options},
         )
         self.log.policy_in_force(POLICY, FLAGS, {"spark": ("a", "b")})
 
@@ -257,6 +257,25 @@ def test_two_processes_may_write_to_one_file_and_one_of_them_set_it_aside(tmp_pa
     assert found.broken == []
 
 
+def test_two_processes_that_set_files_aside_at_once_lose_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decision_log, "COLLECT_S", 0.0)
+    both = [Written(tmp_path / "d.jsonl", max_bytes=100, files=200) for _ in range(2)]
+    for subject in both:
+        subject.log.start()
+    for number in range(1, 41):
+        for subject in both:
+            subject.log.finished(RECORD)
+        for subject in both:
+            subject.wait(number)  # each line is a file
+    for subject in both:
+        subject.log.close()
+
+    kinds = [type(line) for one in tmp_path.iterdir() for line in lines(one)]
+    assert Counter(kinds) == {PolicyLine: 80, RequestLine: 80}
+
+
 def test_who_holds_a_file_that_was_set_aside_goes_on_in_the_new_one(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     held = Written(file)  # open
@@ -406,6 +425,43 @@ def test_a_file_that_refuses_loses_lines_and_nothing_else(
 
     assert subject.counted == {"failed": 1}
     assert "No such file or directory" in caplog.text
+
+
+def test_a_fault_in_writing_loses_lines_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> int:
+        raise RuntimeError("a fault")
+
+    subject = Written(tmp_path / "d.jsonl")
+    subject.log.start()
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "gateway.decisions"):
+        patch.setattr(os, "write", fail)
+        subject.log.finished(RECORD)
+        subject.wait(1)
+    subject.log.finished(RECORD)
+    subject.log.close()
+
+    assert subject.counted == {"failed": 1, "written": 1}
+    [said] = caplog.records
+    assert said.exc_info is not None
+    assert [type(line) for line in lines(tmp_path / "d.jsonl")] == [PolicyLine, RequestLine]
+
+
+def test_what_is_lost_is_said_once_in_a_while_with_all_that_was_lost_since(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = StillClock()
+    subject = Written(tmp_path / "d.jsonl", queue_max=1, clock=clock)
+    said = []
+    with caplog.at_level(logging.WARNING, "gateway.decisions"):
+        for after_s in (0.0, 0.0, WARNING_EVERY_S - 1.0, 1.0, 1.0):  # nobody writes yet
+            clock.time += after_s
+            subject.log.finished(RECORD)
+            said.append(len(caplog.records))
+
+    assert said == [0, 1, 1, 2, 2]
+    assert ["2 requests" in text for text in caplog.messages] == [False, True]
 
 
 def test_it_writes_again_when_the_file_can_be_written_again(tmp_path: Path) -> None:
