@@ -248,7 +248,7 @@ class DirectClient(BackendClient):
         if not connection.is_reusable or now - connection.made_at >= backend_clients.AGE_S:
             connection.abort()
             return False
-        connection.rest_from(now, self._forget)
+        connection.rest_from(now)
         self._idle.append(connection)
         if self._sweeping is None:
             self._sweeping = asyncio.get_running_loop().call_later(backend_clients.KEEPALIVE_S, self._sweep)
@@ -274,11 +274,6 @@ class DirectClient(BackendClient):
                 return connection
             connection.abort()
         return None
-
-    def _forget(self, connection: "_Connection") -> None:
-        """Remove an idle connection that was closed."""
-        if connection in self._idle:
-            self._idle.remove(connection)
 
     def _sweep(self) -> None:
         """Close connections that have been idle for too long, before the backend does."""
@@ -369,7 +364,6 @@ class _Connection(asyncio.Protocol):
         self._is_between_chunks = False
         self._is_used = False  # it has served a request before
         self._unwritten: asyncio.Future[None] | None = None
-        self._on_gone: Callable[[_Connection], None] | None = None
         self.made_at = monotonic()
         self.resting_since = 0.0
         self.connect_s = 0.0
@@ -402,9 +396,9 @@ class _Connection(asyncio.Protocol):
         if self._is_encoded and self.status == 200:
             raise UpstreamFailed(backend_clients.ENCODED)
 
-    def rest_from(self, now: float, on_gone: "Callable[[_Connection], None]") -> None:
-        """Become idle. `on_gone` is called if the backend closes the connection meanwhile."""
-        self.resting_since, self._on_gone = now, on_gone
+    def rest_from(self, now: float) -> None:
+        """Become idle."""
+        self.resting_since = now
         self.connect_s = 0.0
         self._is_used, self._is_held = True, False
         self._read_on()  # so that it notices when the backend closes it, even if reading was paused
@@ -421,7 +415,6 @@ class _Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close it immediately."""
-        self._on_gone = None
         if not self._is_lost:
             self._transport.abort()
 
@@ -540,8 +533,6 @@ class _Connection(asyncio.Protocol):
         if self._error is None:
             self._error = self._loss()
             self._error.__cause__ = exc
-        if self._on_gone is not None:
-            self._on_gone(self)
         self.resume_writing()
         self._wake()
 
@@ -602,7 +593,6 @@ class _Connection(asyncio.Protocol):
 
     def _begin(self) -> None:
         """Reset the state of the previous answer."""
-        self._on_gone = None
         self._is_asked = True
         self._asked_at = self._loop.time()
         self._has_answer = self._is_headed = self._is_complete = self._is_framed = False
