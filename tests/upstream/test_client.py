@@ -237,6 +237,19 @@ async def test_a_connection_that_was_idle_too_long_is_closed(
             await server.closed.wait()
 
 
+async def test_a_connection_that_was_not_idle_long_enough_is_closed_later(
+    only_direct: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_clients, "KEEPALIVE_S", 0.0)
+
+    async with serving(always(answer_of(b"{}"))) as (server, upstream, target):
+        async with upstream.open(target, Timeouts()) as response:
+            await whole(response)
+        monkeypatch.setattr(backend_clients, "KEEPALIVE_S", 0.1)  # before the first look at it
+        with anyio.fail_after(10):
+            await server.closed.wait()
+
+
 async def test_any_number_of_connections_may_have_been_idle_too_long(
     only_direct: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
