@@ -267,6 +267,9 @@ def test_a_response_repeats_its_request_and_has_every_member() -> None:
         "tools": [G],
         "metadata": {"a": "b"},
         "reasoning": {"effort": "max"},
+        "parallel_tool_calls": False,
+        "text": {"format": {"type": "json_object"}, "verbosity": "low"},
+        "tool_choice": "required",
     }
     plain = new_response(read({"model": "m", "input": "Hi"}, token=TOKEN).echo, TOKEN, 1_795_244_911)
     asked = new_response(read({**members, "store": False}, token=TOKEN).echo, TOKEN, 1)
@@ -304,6 +307,8 @@ def test_a_response_repeats_its_request_and_has_every_member() -> None:
         "user": None,
     }
     assert (asked["metadata"], asked["reasoning"]["effort"], asked["store"]) == ({"a": "b"}, "max", False)
+    for name in ("parallel_tool_calls", "text", "tool_choice"):
+        assert asked[name] == members[name]
     assert asked["tools"] == [
         {"type": "function", "name": "g", "description": None, "parameters": None, "strict": None}
     ]
