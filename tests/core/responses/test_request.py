@@ -143,6 +143,7 @@ def test_members_become_those_of_a_chat(members: dict[str, Any], more: dict[str,
         ({"tools": [F, {"type": "web_search"}]}, "unsupported_parameter", "tools.1.type"),
         ({"tools": [{"type": "custom", "name": "x"}]}, "unsupported_parameter", "tools.0.type"),
         ({"tools": [{"type": "function"}]}, "invalid_request", "tools.0.name"),
+        ({"tools": [{"type": "function", "name": 1}]}, "invalid_request", "tools.0.name"),
         ({"tools": [{"type": "namespace", "tools": []}]}, "invalid_request", "tools.0.name"),
         ({"tools": [{"type": "namespace", "name": "n"}]}, "invalid_request", "tools.0.tools"),
         (
@@ -175,6 +176,16 @@ def test_members_become_those_of_a_chat(members: dict[str, Any], more: dict[str,
         ),
         (
             {"tools": [F], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+            "invalid_request",
+            "tool_choice.tools",
+        ),
+        (
+            {"tools": [F], "tool_choice": {"type": "allowed_tools", "mode": "auto"}},
+            "invalid_request",
+            "tool_choice.tools",
+        ),
+        (
+            {"tools": [F], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": ["f"]}},
             "invalid_request",
             "tool_choice.tools",
         ),
@@ -251,7 +262,7 @@ def test_what_a_request_refers_to_is_known_before_it_is_read() -> None:
     assert needs({"input": [reference], "previous_response_id": "resp_1"}, 5) == needs(
         {"previous_response_id": "resp_1", "input": [reference, {"role": "user"}]}, 5
     )
-    assert needs({"input": "Hi"}, 5).previous is None
+    assert needs({"input": "Hi, this is long"}, 5).previous is None  # a text is not many items
     with pytest.raises(InvalidRequest) as caught:
         needs({"input": [reference] * 6}, 5)
     assert caught.value.code == "too_many_items"
