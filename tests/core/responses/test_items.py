@@ -68,12 +68,21 @@ RESULT = {"type": "function_call_output", "call_id": "c1", "output": "42"}
             id="two-texts-stay-parts",
         ),
         pytest.param(
-            [user([{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": PNG}])],
+            [
+                user(
+                    [
+                        {"type": "input_text", "text": "a"},
+                        {"type": "input_image", "image_url": PNG},
+                        {"type": "input_image", "image_url": PNG, "detail": "low"},
+                    ]
+                )
+            ],
             [
                 user(
                     [
                         {"type": "text", "text": "a"},
                         {"type": "image_url", "image_url": {"url": PNG, "detail": "auto"}},
+                        {"type": "image_url", "image_url": {"url": PNG, "detail": "low"}},
                     ]
                 )
             ],
@@ -160,7 +169,7 @@ RESULT = {"type": "function_call_output", "call_id": "c1", "output": "42"}
                 call("look", "c1"),
                 call("f", "c2"),
                 pictured("c1", "Two:", PNG, PNG),
-                {**RESULT, "call_id": "c2"},
+                pictured("c2", PNG),
                 said("I see."),
                 call("look", "c3"),
                 pictured("c3", PNG),
@@ -177,8 +186,14 @@ RESULT = {"type": "function_call_output", "call_id": "c1", "output": "42"}
                     "name": "look",
                     "content": "Two:\n[image 1]\n[image 2]",
                 },
-                {"role": "tool", "tool_call_id": "c2", "name": "f", "content": "42"},
-                user([*shown("[image 1] of look:"), *shown("[image 2] of look:")]),
+                {"role": "tool", "tool_call_id": "c2", "name": "f", "content": "[image 3]"},
+                user(
+                    [
+                        *shown("[image 1] of look:"),
+                        *shown("[image 2] of look:"),
+                        *shown("[image 3] of f:"),
+                    ]
+                ),
                 {"role": "assistant", "content": "I see.", "tool_calls": [called("look", "c3")]},
                 {"role": "tool", "tool_call_id": "c3", "name": "look", "content": "[image 1]"},
                 user(shown("[image 1] of look:")),
@@ -218,6 +233,7 @@ def test_all_system_text_at_the_head_is_one_message() -> None:
         (user(["x"]), "invalid_request", "input.1.content.0"),
         (user([{"type": "input_text"}]), "invalid_request", "input.1.content.0.text"),
         (user([{"type": "input_file", "file_id": "f"}]), "unsupported_content", "input.1.content.0.type"),
+        (user([{"type": ["text"]}]), "unsupported_content", "input.1.content.0.type"),
         (
             user([{"type": "input_image", "file_id": "f"}]),
             "unsupported_content",
@@ -271,10 +287,18 @@ def test_a_result_is_matched_with_calls_of_the_conversation_before() -> None:
 
 
 def test_words_behind_a_call_join_its_message() -> None:
-    messages = chat([user("Hi"), said("Well."), call(), said("One moment."), {**RESULT, "output": "7"}])
-    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
-    assert messages[1]["content"] == "Well.One moment."
-    assert messages[1]["tool_calls"] == [called()]
+    for before, words in (([said("Well.")], "Well.One moment."), ([], "One moment.")):
+        messages = chat([user("Hi"), *before, call(), said("One moment."), {**RESULT, "output": "7"}])
+        assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+        assert messages[1]["content"] == words
+        assert messages[1]["tool_calls"] == [called()]
+
+
+def test_words_do_not_join_a_picture_nor_a_picture_words() -> None:
+    picture = {"role": "assistant", "content": [{"type": "input_image", "image_url": PNG}]}
+    for items in ([picture, call(), said("One moment.")], [call(), picture]):
+        messages = chat([user("Hi"), *items, RESULT])
+        assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
 
 
 def test_a_result_stands_directly_behind_its_call() -> None:
@@ -318,11 +342,13 @@ def test_references_are_found_and_put_in_place() -> None:
         {"type": "item_reference", "id": "msg_1"},
         {"id": "msg_2"},
         {"type": "item_reference"},
+        {**said("Ho"), "id": "msg_3"},  # the item itself
+        "no item",
     ]
     item = read_input([said("Ho")], TOKEN, {})[0]
 
     assert references(written) == ["msg_1", "msg_2"]
-    assert references("Hi") == []
+    assert references("Hi") == references(None) == []
     assert read_input(written[:3], TOKEN, {"msg_1": item, "msg_2": item})[1:] == [item, item]
 
 
