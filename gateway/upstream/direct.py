@@ -459,8 +459,6 @@ class _Connection(asyncio.Protocol):
                 raise self._take_error
         finally:
             self._take = self._take_chunk = self._take_whole = self._take_error = None
-            self._is_held = False
-            self._read_on()
 
     def pause(self) -> None:
         """See `ports.UpstreamResponse.pause`."""
