@@ -202,6 +202,15 @@ async def test_the_answer_is_the_same_on_both_ways(case: Case) -> None:
     assert seen["direct"] == seen["asgi"]
 
 
+async def test_a_stream_that_breaks_ends_with_an_error_that_says_so(way: str) -> None:
+    async with front(way, break_off) as site, site.caller() as caller:
+        got = await caller.ask(post(chat(stream=True)))
+
+    *_, error, done = (event.removeprefix(b"data: ") for event in got.body.split(b"\n\n") if event)
+    assert (json.loads(error)["error"]["code"], done) == ("stream_broken", b"[DONE]")
+    assert got.is_whole
+
+
 # ---------------------------------------------------------------- callers in a browser
 
 PAGE, STRANGER = "https://app.example.com", "https://app.example.com:8443"

@@ -142,6 +142,8 @@ def test_pieces_add_up_to_the_last_state(script: str) -> None:
     events = run(*SCRIPTS[script])
     items: list[dict[str, Any]] = []
     for event in events:
+        is_text = event["type"].startswith("response.output_text.")
+        assert event.get("logprobs") == ([] if is_text else None)  # which typed clients want
         match event["type"]:
             case "response.output_item.added":
                 assert event["output_index"] == len(items)
@@ -188,6 +190,7 @@ def test_a_completed_response_says_what_was_used() -> None:
     response = run(*SCRIPTS["thought"])[-1]["response"]
 
     assert (response["status"], response["completed_at"]) == ("completed", NOW)
+    assert response["incomplete_details"] is None
     assert response["output"] == [
         {
             "type": "reasoning",
@@ -259,6 +262,15 @@ def test_calls_come_whole_however_their_pieces_mix() -> None:
         ("call-0", "f", '{"a":1}'),
         ("call-1", "g", "{}"),
     ]
+
+
+def test_a_call_is_not_whole_where_an_object_within_it_ends() -> None:
+    nameless = {"tool_calls": [{"index": 1, "function": {"name": "", "arguments": "{}"}}]}
+    mixed = [chunk(tool(0, name="f", arguments='{"a": {}')), chunk(tool(1, name="g")), chunk(nameless)]
+    events = run(*mixed, chunk(tool(0, arguments="}")), chunk(finish="tool_calls"), DONE)
+    output = events[-1]["response"]["output"]
+
+    assert [(item["name"], item["arguments"]) for item in output] == [("f", '{"a": {}}'), ("g", "{}")]
 
 
 @pytest.mark.parametrize(
@@ -370,6 +382,30 @@ def test_what_begins_anew_ends_what_was_there(before: list[bytes], script: str) 
     assert void == [] or ended[len(void) - 1]["status"] == "incomplete"
 
 
+def test_what_was_whole_may_begin_anew_too() -> None:
+    stream = opened()
+    stream.feed(chunk({"content": "Hel"}, "length") + usage(), NOW)
+    stream.draft.restart()
+    response = stream.feed(b"".join(SCRIPTS["refusal"]), NOW)[-1]["response"]
+
+    assert (response["status"], response["usage"], len(response["output"])) == ("completed", None, 1)
+
+
+def test_an_answer_that_says_twice_that_it_ends_ends_once() -> None:
+    assert run(chunk({"content": "Hi"}, "stop"), chunk(finish="stop"), DONE) == run(
+        chunk({"content": "Hi"}, "stop"), DONE
+    )
+
+
+def test_of_a_cancelled_answer_only_what_was_not_whole_is_incomplete() -> None:
+    stream = opened()
+    stream.feed(chunk({"reasoning": "Hm"}) + chunk({"content": "Hel"}), NOW)
+    (event,) = stream.draft.cancel()
+
+    assert (event["type"], event["response"]["status"]) == ("response.incomplete", "cancelled")
+    assert [item["status"] for item in event["response"]["output"]] == ["completed", "incomplete"]
+
+
 def test_nothing_comes_after_the_end() -> None:
     stream = opened()
     stream.feed(b"".join(SCRIPTS["text"]), NOW)
@@ -413,6 +449,9 @@ def test_a_whole_answer_becomes_the_same_response(script: str) -> None:
         {"choices": [{"delta": "x"}]},
         {"choices": [{"delta": {"content": ["x"], "reasoning": 7, "refusal": {}, "tool_calls": "x"}}]},
         {"choices": [{"delta": {"tool_calls": ["x"]}}]},
+        {"choices": [{"delta": {"tool_calls": [{"function": "x"}]}}]},
+        {"choices": [{"delta": {"tool_calls": [{"function": {"name": 7, "arguments": {"a": 1}}}]}}]},
+        {"choices": [{"delta": {}, "finish_reason": ["stop"]}]},
         {"usage": "x"},
     ],
 )

@@ -3,6 +3,8 @@
 import json
 from dataclasses import replace
 
+import pytest
+
 from gateway.core.jobs import Chunk, Job, JobError, JobStatus, NewJob
 from gateway.core.responses.replay import JobFacts, Replay
 from gateway.core.responses.request import new_response
@@ -30,6 +32,7 @@ def test_a_reader_whose_look_at_the_job_is_older_than_its_chunks_is_told_the_sam
     late, early = Replay(JobFacts.of(over)), Replay(JobFacts.of(over))
 
     told_late = late.tell(over, [Chunk(0, 1, ANSWER)])
+    assert [event["response"]["status"] for event in told_late[:3]] == ["queued", "queued", "in_progress"]
     told_early = [*early.tell(queued, []), *early.tell(queued, [Chunk(0, 1, ANSWER)]), *early.tell(over, [])]
 
     assert told_early == told_late
@@ -52,7 +55,9 @@ def test_a_response_ends_when_its_job_has_ended_and_all_of_its_answer_was_told()
     running, over = jobs()
     replay = Replay(JobFacts.of(running))
 
-    assert [event["type"] for event in replay.tell(running, [])][-1] == "response.in_progress"
+    begun = ["response.created", "response.queued", "response.in_progress"]
+    assert [event["type"] for event in replay.tell(replace(running, attempt=0), [])] == begun[:2]
+    assert [event["type"] for event in replay.tell(running, [])] == begun[2:]
     replay.tell(running, [Chunk(0, 1, piece("one "))])
     replay.tell(over, [Chunk(1, 1, piece("two "))])
     assert not replay.is_over
@@ -69,16 +74,35 @@ def test_an_answer_that_starts_over_is_told_from_its_new_beginning() -> None:
     running, over = jobs()
     replay = Replay(JobFacts.of(running))
 
-    replay.tell(running, [Chunk(0, 1, piece("one ")), Chunk(1, 2, piece("again "), restarts=True)])
+    half = piece("one ") + piece("more")[:9]
+    replay.tell(running, [Chunk(0, 1, half), Chunk(1, 2, piece("again "), restarts=True)])
     (*_, last) = replay.tell(over, [Chunk(2, 2, piece("two", "stop"))])
 
     assert [item["content"][0]["text"] for item in last["response"]["output"]][-1] == "again two"
 
 
-def test_a_job_that_failed_says_why() -> None:
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (JobError("job_poisoned", "It was given up."), "server_error", "It was given up."),
+        (JobError("context_length_exceeded", "It is too long."), "invalid_prompt", "It is too long."),
+        (None, "server_error", "The job failed."),
+    ],
+)
+def test_a_job_that_failed_says_why(error: JobError | None, code: str, message: str) -> None:
     running, _ = jobs()
-    failed = replace(running, status=JobStatus.FAILED, error=JobError("job_poisoned", "It was given up."))
+    failed = replace(running, status=JobStatus.FAILED, error=error)
 
     (*_, last) = Replay(JobFacts.of(running)).tell(failed, [])
 
-    assert (last["type"], last["response"]["error"]["message"]) == ("response.failed", "It was given up.")
+    assert last["type"] == "response.failed"
+    assert last["response"]["error"] == {"code": code, "message": message}
+
+
+def test_an_answer_that_failed_under_way_ends_once() -> None:
+    running, over = jobs()
+    broken = b'data: {"error": {"type": "server_error", "message": "It broke."}}\n\n'
+
+    events = Replay(JobFacts.of(running)).tell(replace(over, chunks=1), [Chunk(0, 1, broken)])
+
+    assert [event["type"] for event in events][3:] == ["response.failed"]
