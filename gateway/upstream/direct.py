@@ -363,7 +363,7 @@ class _Connection(asyncio.Protocol):
         self._take_error: Exception | None = None
         self._is_between_chunks = False
         self._is_used = False  # it has served a request before
-        self._unwritten: asyncio.Future[None] | None = None
+        self._is_unwritten = False  # much of the request waits to be written
         self.made_at = monotonic()
         self.resting_since = 0.0
         self.connect_s = 0.0
@@ -389,7 +389,7 @@ class _Connection(asyncio.Protocol):
         while not self._is_headed:
             if self._error is not None:
                 raise self._error
-            if self._unwritten is not None:
+            if self._is_unwritten:
                 await self._written()
             else:
                 await self._news()
@@ -531,17 +531,13 @@ class _Connection(asyncio.Protocol):
         if self._error is None:
             self._error = self._loss()
             self._error.__cause__ = exc
-        self.resume_writing()
         self._wake()
 
     def pause_writing(self) -> None:
-        self._unwritten = self._loop.create_future()
+        self._is_unwritten = True
 
     def resume_writing(self) -> None:
-        if self._unwritten is not None:
-            if not self._unwritten.done():
-                self._unwritten.set_result(None)
-            self._unwritten = None
+        self._is_unwritten = False
 
     # ------------------------------------------------------------ called by the parser
 
@@ -658,20 +654,13 @@ class _Connection(asyncio.Protocol):
             self._awaited.set_result(None)
 
     async def _written(self) -> None:
-        """Wait until the body has been written, or an answer arrives before that.
+        """Wait while the request is being written: for news, or for `WRITE_S`.
 
         Raises:
-            UpstreamTimeout: the backend does not read it.
+            UpstreamTimeout: the backend has read nothing of it meanwhile.
         """
-        assert self._unwritten is not None
         left = self._transport.get_write_buffer_size()
-        self._awaited = self._unwritten  # an early answer wakes this task too
-        try:
-            with anyio.move_on_after(backend_clients.WRITE_S) as patience:
-                await asyncio.shield(self._unwritten)
-        finally:
-            self._awaited = None
+        with anyio.move_on_after(backend_clients.WRITE_S) as patience:
+            await self._news()
         if patience.cancelled_caught and self._transport.get_write_buffer_size() >= left:
             raise UpstreamTimeout("The backend did not read the request in time.")
-        if self._unwritten is not None and self._unwritten.done():
-            self._unwritten = None
