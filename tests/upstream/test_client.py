@@ -366,6 +366,25 @@ async def test_a_backend_that_is_gone_with_a_kept_connection_may_be_gone_because
     await lost_behind_a_first_answer(lose)
 
 
+@pytest.mark.usefixtures("only_direct")
+async def test_a_kept_connection_that_ends_within_an_answer_was_not_being_closed_as_idle() -> None:
+    async def answer(stream: SocketStream, number: int) -> None:
+        if number == 1:
+            await stream.send(b"HTTP/1.1 200 ")
+            await stream.aclose()
+        else:
+            await stream.send(answer_of(b"{}"))
+
+    async with serving(answer) as (server, upstream, target):
+        async with upstream.open(target, Timeouts()) as response:
+            assert await whole(response) == b"{}"
+        with pytest.raises(UpstreamFailed):
+            async with upstream.open(target, Timeouts()):
+                pass
+
+    assert len(server.requests) == 2
+
+
 async def test_a_request_that_was_read_is_not_sent_twice() -> None:
     async def answer(stream: SocketStream, _: int) -> None:
         await stream.aclose()
