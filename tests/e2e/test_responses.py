@@ -303,7 +303,10 @@ async def test_a_conversation_goes_on_from_what_is_kept(fleet: Site) -> None:
     assert second.output_text == by_hand.output_text
     texts = [item.content[0].text for item in listed]
     assert texts == [SKY, first.output_text, "And at night?"]
-    await client.responses.delete(first.id)
+    newest = await client.responses.input_items.list(second.id, limit=1)
+    assert newest.data == listed[2:]
+    deleted = await client.responses.with_raw_response.delete(first.id)
+    assert deleted.http_response.json() == {"id": first.id, "object": "response", "deleted": True}
     third = await client.responses.create(model="gemma-4", previous_response_id=second.id, input="Why?")
     assert third.output_text
     for call in (client.responses.retrieve, client.responses.delete):
