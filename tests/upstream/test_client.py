@@ -4,6 +4,7 @@ Both pass the same tests: the one that serves, and the reference over httpx.
 """
 
 import asyncio
+import gc
 import inspect
 import socket
 import ssl
@@ -213,6 +214,16 @@ async def test_a_finished_connection_is_used_again() -> None:
     assert server.connections == 1
 
 
+@pytest.mark.usefixtures("only_direct")
+async def test_only_a_new_connection_takes_time() -> None:
+    async with serving(always(answer_of(b"{}"))) as (_, upstream, target):
+        async with upstream.open(target, Timeouts()) as first:
+            assert 0.0 < first.connect_s < 20.0
+            await whole(first)
+        async with upstream.open(target, Timeouts()) as second:
+            assert second.connect_s == 0.0
+
+
 async def test_a_connection_that_was_idle_too_long_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend_clients.KEEPALIVE_S < 5.0  # when vLLM closes it
     monkeypatch.setattr(backend_clients, "KEEPALIVE_S", 0.0)
@@ -290,6 +301,34 @@ async def test_leaving_early_closes_the_connection() -> None:
             await response.read()
         with anyio.fail_after(5):
             await server.closed.wait()
+
+
+def connections_held() -> int:
+    gc.collect()
+    return sum(isinstance(one, direct._Connection) for one in gc.get_objects())
+
+
+@pytest.mark.usefixtures("only_direct")
+async def test_no_memory_is_held_by_connections_that_were_closed() -> None:
+    async def answer(stream: SocketStream, number: int) -> None:
+        if number == 0:
+            await stream.aclose()
+        else:
+            await stream.send(STREAM_HEAD + chunk(b"data: 1\n\n"))
+
+    before = connections_held()
+    async with serving(answer) as (server, upstream, target):
+        with pytest.raises(UpstreamLost):
+            async with upstream.open(target, Timeouts()):
+                pass
+        async with upstream.open(target, Timeouts()) as response:
+            await response.read()
+        del response
+        page = direct.DirectClient(server.url, None, verify=True)
+        assert await page.get("/page", 1, kept=False) == (200, b"data: 1\n\n")
+        with anyio.fail_after(10):
+            while connections_held() > before:
+                await anyio.lowlevel.checkpoint()
 
 
 async def test_cancelling_while_waiting_for_headers_closes_the_connection() -> None:
