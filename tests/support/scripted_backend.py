@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import anyio
 
+from gateway.core.errors import GatewayError
 from gateway.core.jobs import Job, Serving
 from gateway.jobs.worker import Worker, WorkerRules
 from gateway.ports import Downstream, Incoming
@@ -80,6 +81,7 @@ class Backend:
         self.asked.append(asked)
         job = asked.job.id
         begin = WORDS.index(asked.so_far.split()[-1] + " ") + 1 if asked.so_far else 0
+        has_begun = False
         try:
             await self.before(asked, WITHOUT_SLOT)
             on_admitted()
@@ -87,11 +89,16 @@ class Backend:
                 await self.before(asked, number)
                 if number == begin:
                     await downstream.start(200, ())
+                    has_begun = True
                 await downstream.send(event(content=WORDS[number]))
                 self.said[f"{job} {number}"] += 1
             await self.before(asked, len(WORDS))
             await downstream.send(event(self.finish_reason) + b"data: [DONE]\n\n")
             await self.before(asked, AFTER_END)
+        except GatewayError as error:
+            if not has_begun:
+                raise
+            await downstream.fail(error, error.code)  # as the pipeline says it in an answer
         except anyio.get_cancelled_exc_class():
             self.stopped[job] += 1
             raise
