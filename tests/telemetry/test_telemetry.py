@@ -14,10 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.clock import SystemClock
+from gateway.core.box import Box, Quarantine
+from gateway.core.box import State as BoxState
 from gateway.core.box_swaps import Swap, SwapCause
+from gateway.core.count_check import CountDrift
 from gateway.core.drift import Drift
 from gateway.core.health import BackendStatus, EngineSample, Outcome, ProbeFault, State
-from gateway.core.swap_policy import Backlog
+from gateway.core.knee_estimate import Confidence, KneeEstimate, LimitedBy, Uncertainty
+from gateway.core.swap_policy import Backlog, Cause, Plan
+from gateway.core.tpot_control import TpotControl
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
 from gateway.core.values import (
     Backend,
@@ -33,6 +38,8 @@ from gateway.core.values import (
     Ranking,
 )
 from gateway.core.webhooks import Delivery, WebhookAttempt, WebhookOutcome, failed, judge
+from gateway.pipeline import BackendSnapshot
+from gateway.pipeline.box_controller import BoxSnapshot
 from gateway.telemetry import gauges, logs
 from gateway.telemetry.journal import Journal, is_notable
 from gateway.telemetry.logs import RequestLog
@@ -286,6 +293,91 @@ def test_gauges_are_read_when_asked_for() -> None:
     assert value(subject, "gateway_oldest_wait_seconds", **idle) == 0
     assert value(subject, "gateway_backend_waiting", backend="light-0") == 3
     assert value(subject, "gateway_backend_waiting", backend="push") == 0
+
+
+def shown(subject: Metrics, prefix: str) -> dict[str, float]:
+    """Return all samples whose names begin so, by name and labels, without those that are 0."""
+    return {
+        " ".join([sample.name.removeprefix(prefix), *sample.labels.values()]): sample.value
+        for family in subject.registry.collect()
+        for sample in family.samples
+        if sample.name.startswith(prefix) and sample.value
+    }
+
+
+def test_gauges_of_engines_and_knees() -> None:
+    doubtful = KneeEstimate(41.5, Confidence.LOW, Uncertainty.HIDDEN, LimitedBy.COMPUTE, 20.0, 30.0)
+    unknown = replace(doubtful, seqs=None)
+    snapshot = BackendSnapshot(
+        0.75, 0.05, TpotControl(tpot_s=0.06), {KneeStep(8_000, 64): doubtful, KneeStep(None, 8): doubtful}
+    )
+    subject = metrics(
+        backends=lambda: {**BACKENDS, "push": replace(BACKENDS["push"], drain=True)},
+        loads=lambda: {"light-0": Load(kv_blocks=7)},
+        statuses=lambda: {
+            "light-0": BackendStatus(State.UP, engine=EngineSample(0, 3, 1, 0.25), served_models=("gemma-4",))
+        },
+        drifts=lambda: {"light-0": Drift(image_tokens=70, image_tokens_expected=280)},
+        count_drifts=lambda: {"light-0": CountDrift("light-0", seqs=4, lasting_seqs=2, kv_blocks=9)},
+        snapshots=lambda: {
+            "light-0": snapshot,
+            "push": replace(snapshot, tpot_target_s=None, knees={KneeStep(None, 8): unknown}),
+        },
+        dropped_lines=lambda: 5,
+    )
+
+    assert shown(subject, "gateway_backend_") == {
+        "usable light-0": 1,
+        "state light-0 up": 1,
+        "drained push": 1,
+        "state push unknown": 1,
+    }
+    assert shown(subject, "gateway_engine_") == {
+        "running light-0": 3,
+        "waiting light-0": 1,
+        "kv_usage_ratio light-0": 0.25,
+    }
+    assert shown(subject, "gateway_kv_") == {"blocks light-0": 7, "blocks_taken light-0": 9}
+    assert shown(subject, "gateway_count_drift_") == {"seqs light-0": 4, "lasting_seqs light-0": 2}
+    assert shown(subject, "gateway_estimate_drifted") == {" light-0": 1}
+    assert shown(subject, "gateway_knee_") == {
+        "seqs light-0": 64,
+        "seqs push": 64,
+        "share_ratio light-0": 0.75,
+        "tpot_seconds light-0": 0.06,
+        "estimate_seqs light-0 8000 low": 41.5,
+        "estimate_seqs light-0 +Inf low": 41.5,
+    }
+    assert value(subject, "gateway_log_lines_dropped_total") == 5
+
+
+def test_gauges_of_boxes() -> None:
+    box = Box(BoxState.RESIDENT, backend="gemma", quarantine={"qwen": Quarantine("It broke.")})
+    snapshot = BoxSnapshot(
+        box=replace(box, boot_s={"gemma": 95.0}, swaps=3),
+        plan=Plan(Cause.AGE, "qwen"),
+        wants={"gemma": Backlog(), "qwen": Backlog(2, oldest_at=70.0)},
+        stored={"gemma": Backlog(), "qwen": Backlog(4, oldest_at=40.0)},
+        is_owner=True,
+        fence=1,
+        at=100.0,
+    )
+
+    assert shown(metrics(boxes=lambda: {"spark": snapshot}), "gateway_box_") == {
+        "state spark resident": 1,
+        "serving spark gemma": 1,
+        "owner spark": 1,
+        "boots_total spark": 3,
+        "boot_seconds spark gemma": 95.0,
+        "waiting spark qwen": 2,
+        "stored_jobs spark qwen": 4,
+        "oldest_wait_seconds spark qwen": 60.0,
+        "quarantined spark qwen": 1,
+        "swap_planned spark qwen age": 1,
+    }
+    leaving = replace(snapshot, box=replace(box, state=BoxState.DRAINING), plan=Plan(), is_owner=False)
+    found = shown(metrics(boxes=lambda: {"spark": leaving}), "gateway_box_")
+    assert not found.keys() & {"serving spark gemma", "owner spark", "swap_planned spark qwen age"}
 
 
 def test_what_no_backend_has_done_yet_is_counted_as_none() -> None:
