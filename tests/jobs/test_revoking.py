@@ -1,5 +1,7 @@
 """What is revoked: all of it, in the end, however long its store is away."""
 
+import logging
+
 import anyio
 import anyio.lowlevel
 import pytest
@@ -21,12 +23,13 @@ class Store:
         if self.missed.get(id, 0) > 0:
             self.missed[id] -= 1
             raise StoreUnavailable("no answer")
-        return True
+        return id != "b"  # which never reached it
 
 
 async def test_what_cannot_be_revoked_now_is_tried_again_behind_the_others(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(revoking, "AGAIN_S", 0.0)
     revocations, store = Revocations(), Store(a=2)
     with anyio.fail_after(10):
@@ -44,6 +47,7 @@ async def test_what_cannot_be_revoked_now_is_tried_again_behind_the_others(
 
     assert store.asked == ["a", "b", "a", "a", "c"]
     assert revocations.waiting == 0
+    assert [text.split()[0] for text in caplog.messages] == ["a", "c"]
 
 
 def test_of_more_than_can_be_remembered_the_oldest_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
