@@ -620,7 +620,7 @@ def test_a_change_of_the_world_is_one_line() -> None:
     logs.backend_changed("push", up, down)
     logs.backend_changed("push", down, down)
     RequestLog().attempt(ATTEMPT)
-    RequestLog().attempt(replace(ATTEMPT, outcome=Outcome.REJECTED))
+    RequestLog().attempt(replace(ATTEMPT, outcome=Outcome.REJECTED, detail="status 400"))
 
     state, attempt = [json.loads(line) for line in out.getvalue().splitlines()]
     assert (state["level"], state["before"], state["state"], state["reason"]) == (
@@ -630,6 +630,23 @@ def test_a_change_of_the_world_is_one_line() -> None:
         "no answer for 600 s",
     )
     assert (attempt["event"], attempt["reason"]) == ("attempt_failed", "status 500: boom")
+
+
+@pytest.mark.usefixtures("_logging_as_it_was")
+def test_a_wrong_model_is_one_line_and_so_is_its_end() -> None:
+    out = io.StringIO()
+    logs.set_up("info", out)
+    unknown, right = BackendStatus(State.UP), BackendStatus(State.UP, served_models=("gemma",))
+    wrong = BackendStatus(State.UP, served_models=("qwen",), model_error="serves qwen, not gemma")
+
+    for old, new in ((right, wrong), (wrong, wrong), (wrong, unknown), (wrong, right), (right, right)):
+        logs.backend_changed("push", old, new)
+
+    said = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [(one["event"], one["level"], one["message"], one.get("reason")) for one in said] == [
+        ("backend_model", "warning", "push: serves qwen, not gemma", "serves qwen, not gemma"),
+        ("backend_model", "info", "push: serves the right model now", None),
+    ]
 
 
 @pytest.mark.usefixtures("_logging_as_it_was")
