@@ -20,6 +20,15 @@ from gateway.core.box_swaps import Swap, SwapCause
 from gateway.core.count_check import CountDrift
 from gateway.core.drift import Drift
 from gateway.core.health import BackendStatus, EngineSample, Outcome, ProbeFault, State
+from gateway.core.jobs import (
+    AttemptEnd,
+    AttemptOutcome,
+    Beginning,
+    Job,
+    JobError,
+    JobStatus,
+    NewJob,
+)
 from gateway.core.knee_estimate import Confidence, KneeEstimate, LimitedBy, Uncertainty
 from gateway.core.swap_policy import Backlog, Cause, Plan
 from gateway.core.tpot_control import TpotControl
@@ -647,6 +656,34 @@ def test_a_wrong_model_is_one_line_and_so_is_its_end() -> None:
         ("backend_model", "warning", "push: serves qwen, not gemma", "serves qwen, not gemma"),
         ("backend_model", "info", "push: serves the right model now", None),
     ]
+
+
+@pytest.mark.usefixtures("_logging_as_it_was")
+def test_the_end_of_a_job_is_one_line_and_that_of_an_attempt_none() -> None:
+    out = io.StringIO()
+    logs.set_up("info", out)
+    new = NewJob("resp_1", "alice", "m/light", b"secret", b"{}")
+    job = Job(new, JobStatus.IN_PROGRESS, attempt=3, failures=2, created_at=10.0, started_at=14.0)
+    end = AttemptEnd(job, AttemptOutcome.ENDED, Beginning.NEW, 1.5, JobStatus.COMPLETED)
+    refused = replace(end, status=JobStatus.FAILED, error=JobError("wrong", "secret"))
+    for outcome in set(AttemptOutcome) - {AttemptOutcome.ENDED, AttemptOutcome.POISONED}:
+        logs.job_attempt_ended(replace(end, outcome=outcome, status=None))
+    for one in (end, refused, replace(end, outcome=AttemptOutcome.POISONED, status=None)):
+        logs.job_attempt_ended(one)
+
+    said = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [(one["level"], one["status"], one.get("code"), one["failures"]) for one in said] == [
+        ("info", "completed", None, 2),
+        ("info", "failed", "wrong", 2),
+        ("warning", "failed", "job_poisoned", 3),
+    ]
+    took = ", m/light, attempt 3, taken after 4.0 s, took 1.5 s"
+    assert [one["message"] for one in said] == [
+        f"job resp_1: completed{took}",
+        f"job resp_1: failed (wrong){took}",
+        f"job resp_1: failed (job_poisoned){took}",
+    ]
+    assert "secret" not in out.getvalue()
 
 
 @pytest.mark.usefixtures("_logging_as_it_was")
