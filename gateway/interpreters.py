@@ -2,6 +2,10 @@
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
+
+import anyio
+from anyio.abc import Process
 
 
 def command(module: str) -> list[str]:
@@ -11,3 +15,22 @@ def command(module: str) -> list[str]:
     except FileNotFoundError:  # it has been deleted
         flags = ["-P"]
     return [sys.executable, *flags, "-m", module]
+
+
+async def start(
+    command: Sequence[str],
+    *,
+    stderr: int | None = None,
+    env: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
+) -> Process:
+    """Start a process with pipes for its input and output, and without `stderr`, this process's.
+
+    It has a session of its own: the terminal's Ctrl-C goes to this process only, which ends it in order. A
+    start cannot be cancelled midway: nobody would wait for the process.
+    """
+    with anyio.CancelScope(shield=True):
+        process = await anyio.open_process(
+            command, stderr=stderr, env=env, pass_fds=pass_fds, start_new_session=True
+        )
+    return process  # noqa: RET504 - mypy allows for a scope that swallows errors

@@ -13,7 +13,6 @@ life.
 import json
 import logging
 import signal
-import subprocess
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -262,16 +261,8 @@ class WorkerGroup:
     async def _live(self, order: Order) -> tuple[int, ConfigError | None]:
         """Run one worker to its end. Return its exit status, and the error in its configuration, if any."""
         said = None
-        with anyio.CancelScope(shield=True):  # nobody would wait for one whose start was cancelled
-            process = await anyio.open_process(
-                [*self.command, str(order.number)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=None,
-                start_new_session=True,  # the terminal's Ctrl-C goes to the parent only
-                pass_fds=(order.listen_fd,),
-            )
-        async with process:
+        command = [*self.command, str(order.number)]
+        async with await interpreters.start(command, pass_fds=(order.listen_fd,)) as process:
             self._processes[order.number] = process
             try:
                 order = replace(order, changed=self._source)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -200,14 +201,12 @@ async def _ready(url: str) -> None:
 
 @asynccontextmanager
 async def _child(role: str, tasks: TaskGroup, lost: Callable[[str], None]) -> AsyncIterator[Child]:
-    # A session of its own: Ctrl-C is for the demo, which then stops its children in order. If the demo is
-    # killed instead, the end of its pipe tells them.
-    with anyio.CancelScope(shield=True):  # nobody would wait for one whose start was cancelled
-        process = await anyio.open_process(
-            [*interpreters.command("gateway.demo.child"), role],
-            start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
+    # If the demo is killed, the end of its pipe tells its children.
+    process = await interpreters.start(
+        [*interpreters.command("gateway.demo.child"), role],
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
     child = Child(role, process)
     tasks.start_soon(child.listen, process.stdout)
     tasks.start_soon(child.listen, process.stderr)

@@ -9,7 +9,6 @@ import fcntl
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -22,6 +21,7 @@ import anyio
 from anyio.abc import Process
 from anyio.streams.text import TextReceiveStream
 
+from gateway import interpreters
 from gateway.core.errors import ConfigError, StartupBlocked
 
 START_S = 10.0
@@ -207,17 +207,12 @@ async def _serving(folder: Path, *, is_temporary: bool, keeps: bool) -> AsyncIte
     socket.unlink(missing_ok=True)
     # A watcher process in between notices the end of this process, even by SIGKILL, as EOF on its stdin.
     # Its own session keeps the terminal's Ctrl-C from both while requests are still finishing.
-    with anyio.CancelScope(shield=True):  # nobody would wait for one whose start was cancelled
-        watcher = await anyio.open_process(
-            [
-                *(sys.executable, "-I", "-S", str(_WATCH), str(folder) if is_temporary else ""),
-                *server_command(binary, folder, keeps=keeps),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None,
-            start_new_session=True,
-        )
+    watcher = await interpreters.start(
+        [
+            *(sys.executable, "-I", "-S", str(_WATCH), str(folder) if is_temporary else ""),
+            *server_command(binary, folder, keeps=keeps),
+        ]
+    )
     try:
         await _wait_ready(watcher, binary, LOAD_S if keeps else START_S)
         yield EmbeddedValkey(f"unix://{socket}", watcher)

@@ -6,7 +6,8 @@
 --
 -- job:<id>           HASH    the job
 -- chunks:<id>        STREAM  its answer: chunk n is entry 0-(n+1)
--- left:<p>:<lane>    STREAM  claimed jobs of a priority; each is added when it is claimed
+-- left:<p>:<lane>    STREAM  claimed jobs of a priority; each is added when it is claimed. The previous version knows it
+--                            by this name, as that of refused jobs, and takes over what is lost
 -- new:<p>:<lane>, again:<p>:<lane>
 --                    STREAM  jobs that the previous version has queued, and are added before they are claimed
 -- waiting:<lane>     ZSET    queued jobs that do not rest, in the order of claiming

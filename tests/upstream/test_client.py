@@ -367,8 +367,10 @@ async def test_a_kept_connection_that_the_backend_just_closed_costs_nothing() ->
     assert len(server.requests) == 3
 
 
-async def lost_behind_a_first_answer(lose: Callable[[RawServer, SocketStream], Awaitable[None]]) -> None:
-    """Ask twice on one connection, and have `lose` do something instead of the second answer."""
+async def lost_behind_a_first_answer(
+    lose: Callable[[RawServer, SocketStream], Awaitable[None]], error: type[UpstreamError] = UpstreamLost
+) -> None:
+    """Ask twice on one connection, and have `lose` do something instead of the second answer: an `error`."""
 
     async def answer(stream: SocketStream, number: int) -> None:
         if number == 1:
@@ -379,7 +381,7 @@ async def lost_behind_a_first_answer(lose: Callable[[RawServer, SocketStream], A
     async with serving(answer) as (server, upstream, target):
         async with upstream.open(target, Timeouts()) as response:
             assert await whole(response) == b"{}"
-        with pytest.raises(UpstreamLost):
+        with pytest.raises(error):
             async with upstream.open(target, Timeouts()):
                 pass
 
@@ -407,21 +409,11 @@ async def test_a_backend_that_is_gone_with_a_kept_connection_may_be_gone_because
 
 @pytest.mark.usefixtures("only_direct")
 async def test_a_kept_connection_that_ends_within_an_answer_was_not_being_closed_as_idle() -> None:
-    async def answer(stream: SocketStream, number: int) -> None:
-        if number == 1:
-            await stream.send(b"HTTP/1.1 200 ")
-            await stream.aclose()
-        else:
-            await stream.send(answer_of(b"{}"))
+    async def lose(_: RawServer, stream: SocketStream) -> None:
+        await stream.send(b"HTTP/1.1 200 ")
+        await stream.aclose()
 
-    async with serving(answer) as (server, upstream, target):
-        async with upstream.open(target, Timeouts()) as response:
-            assert await whole(response) == b"{}"
-        with pytest.raises(UpstreamFailed):
-            async with upstream.open(target, Timeouts()):
-                pass
-
-    assert len(server.requests) == 2
+    await lost_behind_a_first_answer(lose, UpstreamFailed)
 
 
 async def test_a_request_that_was_read_is_not_sent_twice() -> None:
