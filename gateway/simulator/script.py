@@ -187,10 +187,25 @@ _SAMPLES = {
     "query": "rivers of France",
     "name": "Ada",
 }
-_SCALARS: dict[object, object] = {"integer": 3, "number": 1.5, "boolean": True, "null": None}
+_FORMATS = {
+    "date": "2026-11-21",
+    "time": "18:02:11Z",
+    "date-time": "2026-11-21T18:02:11Z",
+    "duration": "PT90S",
+    "email": "ada@example.com",
+    "uri": "https://example.com/",
+    "uuid": "5f0c1c1e-6a0e-4b7e-9d5b-2f6f3a3c8a11",
+}
+_SCALARS: dict[object, object] = {"boolean": True, "null": None}
 
 _DEPTH_MAX = 6
 """Levels of a schema that are filled in. A choice: schemas may refer to themselves."""
+
+_DEEP = 3
+"""Levels below which whatever may be absent, empty or null is. A choice, below `_DEPTH_MAX`."""
+
+_FAR, _ITEMS_MAX, _LENGTH_MAX = 1e15, 8, 4096
+"""Limits to what a schema can ask for. Choices: a sample is short."""
 
 _CHOICES = ("enum", "examples")
 _SAYS_MORE = frozenset({"const", *_CHOICES})
@@ -198,7 +213,7 @@ _SAYS_MORE = frozenset({"const", *_CHOICES})
 
 
 def sample_json(schema: object) -> str:
-    """Return JSON text that fits a schema, as far as types, enums, references and required members go."""
+    """Return JSON text that fits a schema, as far as types, enums, references, bounds and lengths go."""
     return json.dumps(_Sampler(schema).value(schema, "", 0), ensure_ascii=False)
 
 
@@ -210,7 +225,7 @@ class _Sampler:
 
     def value(self, schema: object, name: str, depth: int) -> object:
         """Return a value of the member `name` that fits."""
-        schema = self._followed(schema)
+        schema = self._followed(schema, depth >= _DEEP)
         if not isinstance(schema, Mapping) or depth > _DEPTH_MAX:
             return {}
         if "const" in schema:
@@ -222,19 +237,21 @@ class _Sampler:
                 return first
         kind = schema.get("type")
         if isinstance(kind, list) and kind:
-            kind = kind[0]
+            kind = "null" if depth >= _DEEP and "null" in kind else kind[0]
         if kind == "string":
-            return _SAMPLES.get(name, "a quiet afternoon")
+            return _text(schema, name)
+        if kind in ("integer", "number"):
+            return _number(schema, kind == "integer")
         if kind == "array":
-            return [self.value(schema.get("items"), name, depth + 1)]
+            return self._array(schema, name, depth)
         return _SCALARS[kind] if kind in _SCALARS else self._object(schema, depth)
 
-    def _followed(self, schema: object) -> object:
-        """Return the schema that another stands for, through references and the first of each union."""
+    def _followed(self, schema: object, is_deep: bool) -> object:
+        """Return the schema that another stands for, through references and one of each union."""
         for _ in range(_DEPTH_MAX):
             if not isinstance(schema, Mapping) or not _SAYS_MORE.isdisjoint(schema):
                 return schema
-            part = self._referred(schema["$ref"]) if "$ref" in schema else _first_of_a_union(schema)
+            part = self._referred(schema["$ref"]) if "$ref" in schema else _one_of_a_union(schema, is_deep)
             if part is None:
                 return schema
             schema = part
@@ -249,18 +266,60 @@ class _Sampler:
             found = found.get(step) if isinstance(found, Mapping) else None
         return found
 
+    def _array(self, schema: Mapping[str, Any], name: str, depth: int) -> list[object]:
+        firsts = schema.get("prefixItems")
+        items = list(firsts) if isinstance(firsts, list) else []
+        least = _bound(schema, "minItems", 0 if depth >= _DEEP else 1)
+        wanted = min(least, _bound(schema, "maxItems", least), _ITEMS_MAX)
+        items += [schema.get("items")] * (int(wanted) - len(items))
+        return [self.value(item, name, depth + 1) for item in items]
+
     def _object(self, schema: Mapping[str, Any], depth: int) -> dict[str, object]:
         properties = schema.get("properties")
         if not isinstance(properties, Mapping):
             return {}
         required = schema.get("required")
-        names = required if isinstance(required, list) and required else list(properties)
+        names = required if isinstance(required, list) else []
+        if not names and depth < _DEEP:
+            names = list(properties)
         return {str(key): self.value(properties.get(key), str(key), depth + 1) for key in names}
 
 
-def _first_of_a_union(schema: Mapping[str, Any]) -> object:
+def _one_of_a_union(schema: Mapping[str, Any], is_deep: bool) -> object:
+    """Return the first of a union's parts; in the depth null, if that is one of them."""
     for union in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(union), list) and schema[union]:
-            first: object = schema[union][0]
-            return first
+            parts: list[object] = schema[union]
+            nulls = [part for part in parts if isinstance(part, Mapping) and part.get("type") == "null"]
+            return nulls[0] if is_deep and nulls else parts[0]
     return None
+
+
+def _text(schema: Mapping[str, Any], name: str) -> str:
+    """Return a string of the format, or the length, that a schema asks for."""
+    named = _FORMATS.get(str(schema.get("format")))
+    if named is not None:
+        return named
+    text = _SAMPLES.get(name, "a quiet afternoon")
+    missing = min(_bound(schema, "minLength", 0), _LENGTH_MAX) - len(text)
+    return (text + "." * int(missing))[: int(max(_bound(schema, "maxLength", _LENGTH_MAX), 0))]
+
+
+def _number(schema: Mapping[str, Any], is_whole: bool) -> float:
+    """Return a number within the bounds of a schema, if it is easily found."""
+    low, high = _bound(schema, "minimum", -_FAR), _bound(schema, "maximum", _FAR)
+    above, below = _bound(schema, "exclusiveMinimum", -_FAR), _bound(schema, "exclusiveMaximum", _FAR)
+    usual: float = 3 if is_whole else 1.5
+    ends: list[float] = [low, high, (above + below) / 2, above + 1, below - 1]
+    if is_whole:
+        ends = [math.ceil(low), math.floor(high), math.floor(above) + 1, math.ceil(below) - 1]
+    tries = [usual, *sorted(ends, key=abs)]
+    return next((each for each in tries if low <= each <= high and above < each < below), usual)
+
+
+def _bound(schema: Mapping[str, Any], name: str, otherwise: float) -> float:
+    """Return a figure of a schema, if it is one and not out of all proportion."""
+    figure = schema.get(name)
+    if not isinstance(figure, int | float) or isinstance(figure, bool):
+        return otherwise
+    return figure if -_FAR < figure < _FAR else otherwise

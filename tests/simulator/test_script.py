@@ -124,6 +124,19 @@ SCHEMAS = [
         {"cities": [{"name": "Ada"}], "n": 3, "unknown": {}},
         id="references",
     ),
+    pytest.param({"type": "number", "minimum": 0.1, "maximum": 0.9}, 0.1, id="number-in-bounds"),
+    pytest.param({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, 0.5, id="number-between"),
+    pytest.param({"type": "number", "exclusiveMinimum": 7}, 8, id="number-above"),
+    pytest.param({"type": "integer", "exclusiveMinimum": 4, "maximum": 9}, 5, id="integer-in-bounds"),
+    pytest.param({"type": "integer", "exclusiveMaximum": 0}, -1, id="integer-below"),
+    pytest.param({"type": "integer", "minimum": "4", "maximum": True}, 3, id="bounds-that-are-none"),
+    pytest.param({"type": "integer", "minimum": 10**400}, 3, id="bound-out-of-all-proportion"),
+    pytest.param({"type": "string", "maxLength": 7}, "a quiet", id="short-string"),
+    pytest.param({"type": "string", "minLength": 20}, "a quiet afternoon...", id="long-string"),
+    pytest.param({"type": "string", "format": "email"}, "ada@example.com", id="format"),
+    pytest.param({"type": "array", "minItems": 2, "items": {"type": "integer"}}, [3, 3], id="long-array"),
+    pytest.param({"type": "array", "maxItems": 0, "items": {"type": "integer"}}, [], id="empty-array"),
+    pytest.param({"prefixItems": [{"type": "null"}, {"const": 1}], "type": "array"}, [None, 1], id="tuple"),
     pytest.param({}, {}, id="anything"),
     pytest.param(None, {}, id="no-schema"),
 ]
@@ -131,6 +144,20 @@ SCHEMAS = [
 
 @pytest.mark.parametrize(("schema", "value"), SCHEMAS)
 def test_sample_fits_the_schema(schema: object, value: object) -> None:
+    assert json.loads(sample_json(schema)) == value
+
+
+NULL = {"type": "null"}
+ENDS = [
+    pytest.param({"anyOf": [{"$ref": "#"}, NULL]}, {"child": {"child": {"child": None}}}, id="or-null"),
+    pytest.param({"type": "array", "items": {"$ref": "#"}}, {"child": [{"child": []}]}, id="array"),
+]
+
+
+@pytest.mark.parametrize(("child", "value"), ENDS)
+def test_a_schema_that_contains_itself_ends_in_what_fits(child: object, value: object) -> None:
+    schema = {"type": "object", "properties": {"child": child}, "required": ["child"]}
+
     assert json.loads(sample_json(schema)) == value
 
 
