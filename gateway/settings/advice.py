@@ -353,6 +353,15 @@ def _exposure(settings: Settings) -> Iterator[Finding]:
     if settings.admin is not None and not _is_loopback(settings.admin.host):
         message = "the admin address is not a loopback one: everyone who can reach it sees status and metrics"
         yield Finding(("admin",), message)
+    path = settings.tree.known(("store", "url"))
+    if settings.store is not None and path and path not in settings.tree.substituted:
+        url = urlsplit(settings.store.url)
+        if url.password or "password=" in url.query:
+            message = (
+                "the store's password is in this file, which the admin port shows: "
+                "write it as ${NAME}, from an environment variable"
+            )
+            yield Finding(path, message)
 
 
 _OF_NOTHING = sha256(b"").hexdigest()

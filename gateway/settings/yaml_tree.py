@@ -41,12 +41,14 @@ class Tree:
     Attributes:
         data: The plain values.
         values, keys: Positions of each value, and of the key in front of it, by path.
+        substituted: Paths of the values that name a variable.
         problems: `(mark, message)` of errors in the text itself.
     """
 
     data: Any = None
     values: dict[Path, Mark] = field(default_factory=dict)
     keys: dict[Path, Mark] = field(default_factory=dict)
+    substituted: set[Path] = field(default_factory=set)
     problems: list[tuple[Mark, str]] = field(default_factory=list)
 
     def known(self, path: Path) -> Path:
@@ -130,6 +132,8 @@ class _Builder:
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
+        if _VARIABLE.search(node.value):
+            self._tree.substituted.add(path)
         return self._scalar(node)
 
     def _count(self, depth: int) -> None:

@@ -186,6 +186,18 @@ def test_a_good_file_has_no_warning(checked: Check, plain: str) -> None:
         pytest.param(
             ("backends:", "admin: 0.0.0.0:81\nbackends:"), 2, "the admin address", id="admin-exposed"
         ),
+        pytest.param(
+            ("backends:", "store: redis://:geheim@h:6379/0\nbackends:"),
+            2,
+            "the store's password is in this file",
+            id="a-password-in-the-file",
+        ),
+        pytest.param(
+            ("backends:", "store:\n  url: redis://h:6379/0?password=geheim\nbackends:"),
+            3,
+            "the store's password is in this file",
+            id="a-password-in-an-option",
+        ),
     ],
 )
 def test_what_is_doubtful_is_said_where_it_stands(
@@ -198,6 +210,14 @@ def test_what_is_doubtful_is_said_where_it_stands(
     found = [warning for warning in report.warnings if message in warning.message]
     assert found, [str(warning) for warning in report.warnings]
     assert found[0].line == line
+
+
+@pytest.mark.parametrize("store", ["redis://:${PASSWORD}@h:6379/0", "{url: 'redis://:${PASSWORD}@h:6379/0'}"])
+def test_a_password_from_the_environment_is_no_warning(checked: Check, plain: str, store: str) -> None:
+    report = checked(plain.replace("backends:", f"store: {store}\nbackends:", 1), {"PASSWORD": "geheim"})
+
+    assert report.ok
+    assert report.warnings == ()
 
 
 @pytest.mark.parametrize(
