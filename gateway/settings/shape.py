@@ -87,6 +87,9 @@ _PLAIN = {
 }
 """Pydantic's error types in the words of people who edit YAML."""
 
+_UNITS = {"s": "seconds", "ms": "milliseconds", "bytes": "bytes", "tokens": "tokens"}
+"""What a number counts whose key has this part: `total_s: 10m` is a common mistake."""
+
 
 def _said(kind: str, message: str, path: Path, value: Any) -> str:
     if value is None and kind != "value_error":  # which says in its own words what is missing
@@ -95,6 +98,9 @@ def _said(kind: str, message: str, path: Path, value: Any) -> str:
         return f"text is needed, not a {'mapping' if isinstance(value, dict) else 'list'}"
     plain = message.removeprefix("Value error, ").replace("Input should be", "it must be")
     said = _PLAIN.get(kind, plain)
+    if said.endswith("number"):
+        units = [_UNITS[part] for part in str(path[-1]).split("_") if part in _UNITS]
+        said += f" of {units[-1]}" if units else ""
     section = _section(path) if kind == "model_type" else None
     return said if section is None else f"{said} (known here: {', '.join(sorted(_keys(section)))})"
 

@@ -208,7 +208,19 @@ def test_what_is_no_origin(checked: Check, plain: str, written: str, message: st
         pytest.param(("backends:", "health: {failures: 1.5}\nbackends:"), "whole number", id="fraction"),
         pytest.param(("backends:", "health: {hang_s: .inf}\nbackends:"), "finite number", id="infinite"),
         pytest.param(
-            ("backends:", "health: {hang_s: soon}\nbackends:"), "must be a number", id="word-as-number"
+            ("backends:", "health: {hang_s: 30s}\nbackends:"),
+            "must be a number of seconds, not '30s'",
+            id="seconds-with-a-unit",
+        ),
+        pytest.param(
+            ("backends:", "requests: {max_body_bytes: 32MB}\nbackends:"),
+            "must be a whole number of bytes, not '32MB'",
+            id="bytes-with-a-unit",
+        ),
+        pytest.param(
+            ("9001,", "9001, boot_budget_s: 5min,"),
+            "must be a number of seconds, not '5min'",
+            id="minutes",
         ),
         pytest.param(
             ("backends:", "routing: {attempts_max: 0}\nbackends:"), "greater than or equal", id="no-attempt"
