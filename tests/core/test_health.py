@@ -324,14 +324,14 @@ def test_a_script_of_events_leads_to_these_states(
 def test_a_reason_that_quotes_a_sentence_is_one() -> None:
     failed = Attempt(Outcome.UNREACHABLE, "The backend cannot be reached.")
     status = play((0, OK), *[(1, failed)] * 3)[-1]
-    words = "3 failures, the last: unreachable: The backend cannot be reached; out for 5 s"
+    words = "3 failures, the last: unreachable: The backend cannot be reached; out for at least 5 s"
     assert status.reason == words
 
 
 @pytest.mark.parametrize("failure", [ModelsFailed("/v1/models: HTTP 401", key_refused=True), FAILED])
 def test_an_ejection_says_how_many_failures_there_were_and_not_of_what(failure: Event) -> None:
     status = play((0, OK), *[(1, failure)] * 3)[-1]
-    assert status.reason == f"3 failures, the last: {status.last_error}; out for 5 s"
+    assert status.reason == f"3 failures, the last: {status.last_error}; out for at least 5 s"
 
 
 @pytest.mark.parametrize(

@@ -149,11 +149,11 @@ TOLD: dict[str, tuple[list[tuple[float, Event]], Verdict | None]] = {
     "nothing-to-tell": ([(0, OK), (3, FAILED)], None),
     "requests-failed": (
         [(0, OK), (1, FAILED), (1, FAILED), (1, FAILED), (3, OK)],
-        Verdict(1, State.EJECTED, "3 failures, the last: failed: status 500; out for 5 s", 3, 1),
+        Verdict(1, State.EJECTED, "3 failures, the last: failed: status 500; out for at least 5 s", 3, 1),
     ),
     "a-request-failed-in-probation": (
         [(0, OK), (1, REFUSED), (2, OK), (3, FAILED)],
-        Verdict(1, State.EJECTED, "failed in probation: failed: status 500; out for 5 s", 5, 1),
+        Verdict(1, State.EJECTED, "failed in probation: failed: status 500; out for at least 5 s", 5, 1),
     ),
     "it-said-it-was-stopping": (
         [(0, OK), (1, STOPPING), (11, OK)],
@@ -161,11 +161,13 @@ TOLD: dict[str, tuple[list[tuple[float, Event]], Verdict | None]] = {
     ),
     "a-second-verdict": (
         [(0, OK), *[(1, FAILED)] * 3, (6, OK), (7, FAILED)],
-        Verdict(2, State.EJECTED, "failed in probation: failed: status 500; out for 10 s", 10, 2),
+        Verdict(2, State.EJECTED, "failed in probation: failed: status 500; out for at least 10 s", 10, 2),
     ),
     "failures-that-added-up": (
         [(0, OK), (1, FAILED), (1, PeerAttempts(0, 2))],
-        Verdict(1, State.EJECTED, "3 failures, some of them through other gateways; out for 5 s", 5, 1),
+        Verdict(
+            1, State.EJECTED, "3 failures, some of them through other gateways; out for at least 5 s", 5, 1
+        ),
     ),
     "its-penalty-is-over": ([(0, OK), *[(1, FAILED)] * 3, (6, SLOW)], None),
     "it-was-readmitted": ([(0, OK), *[(1, FAILED)] * 3, (6, OK)], None),

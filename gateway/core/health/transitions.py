@@ -340,7 +340,7 @@ def _ejected(status: BackendStatus, reason: str, now: float, rules: HealthRules)
     ejections = 1 if good_spell else status.ejections + 1
     penalty_s = min(rules.penalty_s * 2.0 ** min(ejections - 1, 32), rules.penalty_max_s)
     status = replace(status, ejections=ejections, ejected_until=now + penalty_s, recent_failures=())
-    return _enter(status, State.EJECTED, now, f"{reason}; out for {penalty_s:.0f} s")
+    return _enter(status, State.EJECTED, now, f"{reason}; out for at least {penalty_s:.0f} s")
 
 
 def _attempt_drained(status: BackendStatus, detail: str, now: float) -> BackendStatus:
