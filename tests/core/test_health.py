@@ -435,7 +435,9 @@ def test_what_an_operator_is_told_of_a_backend() -> None:
         ((84, sample(5, kv=0.6)), "makes progress again, after 2 s"),
         ((114, sample(5, kv=0.6)), "no token in 30 s with 1 running and 0 waiting"),
         ((115, sample(6, kv=0.6)), "generates again, after 1 s"),
-        ((116, Attempt(Outcome.DRAINING)), "the engine is stopping"),
+        ((145, sample(6, kv=0.6)), "no token in 30 s with 1 running and 0 waiting"),
+        ((147, sample(6, running=0, kv=0)), "has nothing left to run, after 2 s"),
+        ((148, Attempt(Outcome.DRAINING)), "the engine is stopping"),
     ]
     seen = play(*[event for event, _ in told])
     assert [status.reason for status in seen] == [reason for _, reason in told]

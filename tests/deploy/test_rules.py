@@ -61,6 +61,7 @@ ALONE = 'gateway_store_mode{instance="a",mode="alone"}'
 RELOADED = 'gateway_config_last_reload_successful{instance="a"}'
 CONFIG = 'gateway_config_info{job="gemma-gateway",instance="%s",version="%s"}'
 WORKER_CONFIG = CONFIG.replace("gemma-gateway", "gemma-gateway-worker")
+HANGS = 'gateway_backend_state_changes_total{instance="a",backend="light-0",state="hung"}'
 EJECTIONS = 'gateway_backend_state_changes_total{instance="a",backend="light-0",state="ejected"}'
 RESTARTS = 'gateway_backend_restarts_total{instance="a",backend="light-0"}'
 KNEE = 'gateway_knee_used_ratio{instance="a",backend="light-0"}'
@@ -204,14 +205,21 @@ CASES = [
         "GatewayBackendFlaps",
         {EJECTIONS: "0x40 1x2 2x2 3x2 4x2 5x10"},
         55.5,
-        "light-0 was ejected 5 times in half an hour",
+        "light-0 was ejected or hung 5 times in half an hour",
         LIGHT,
     ),
     Case(
         "GatewayBackendFlaps",
         {EJECTIONS: "0+1x60"},
         40,
-        "light-0 was ejected 30 times in half an hour",
+        "light-0 was ejected or hung 30 times in half an hour",
+        LIGHT,
+    ),
+    Case(
+        "GatewayBackendFlaps",
+        {HANGS: "0x40 1x2 2x2 3x10", EJECTIONS: "0x40 1x2 2x14"},
+        55.5,
+        "light-0 was ejected or hung 5 times in half an hour",
         LIGHT,
     ),
     Case("GatewayBackendRestarts", {RESTARTS: "0x10 1x20"}, 25.5),

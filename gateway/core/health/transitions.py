@@ -269,6 +269,8 @@ def _after_progress(
     generated = old is not None and new.generation_tokens > old.generation_tokens
     if status.state is State.HUNG:
         how = "generates again" if generated else "makes progress again"
+        if not generated and new.running + new.waiting == 0:
+            how = "has nothing left to run"
         return _on_probation(status, now, f"{how}, after {still_s:.0f} s")
     if status.state is State.PROBATION and generated and still_s >= rules.probation_s:
         return _enter(status, State.UP, now, f"generates, {still_s:.0f} s without a failure")
