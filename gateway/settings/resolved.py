@@ -305,7 +305,8 @@ class Settings:
             else:
                 # A caller's key is only compared; but one with a line break, say, is in no request.
                 if not (found.isprintable() if path[0] == "keys" else carried(found)):
-                    yield self.problem(path, "it has a character that no header can carry")
+                    where = secret.file or "it"
+                    yield self.problem(path, f"{where} has a character that no header can carry")
         for name, section in self.document.webhooks.items():
             try:
                 _read_all(self._webhook_secret(name), environ)

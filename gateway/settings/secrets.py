@@ -2,11 +2,15 @@
 does not keep them."""
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from gateway.settings.files import read
+
+_USUAL_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
+"""How variables are named. Whatever looks otherwise may be the secret itself, in place of its name."""
 
 
 class SecretMissing(Exception):
@@ -28,6 +32,8 @@ class SecretRef:
         """
         if self.env is not None:
             secret = environ.get(self.env, "").strip()
+            if not secret and not _USUAL_NAME.fullmatch(self.env):
+                raise SecretMissing("there is no such environment variable: name one, not the secret itself")
             if not secret:
                 raise SecretMissing(f"environment variable {self.env} is not set")
             if any("\ud800" <= char <= "\udfff" for char in secret):  # bytes that are not UTF-8

@@ -417,13 +417,14 @@ def test_a_file_in_another_encoding_is_refused_with_the_line_where_it_shows(tmp_
 def test_a_file_with_two_keys_is_no_callers_key(checked: Check, tmp_path: Path) -> None:
     (tmp_path / "two.key").write_text("sk-one\nsk-two\n")
     (warning,) = checked(one("profile: spark-fp8") + "keys: {a: {file: two.key}}\n").warnings
-    assert warning.message == "it has a character that no header can carry"
+    assert warning.message == f"{tmp_path / 'two.key'} has a character that no header can carry"
 
 
 @pytest.mark.parametrize(
     ("named", "message"),
     [
         pytest.param("api_key_env: B_KEY", "environment variable B_KEY is not set", id="variable"),
+        pytest.param("api_key_env: sk-1", "no such environment variable: name one", id="the-key-itself"),
         pytest.param("api_key_file: b.key", "b.key cannot be read: No such file", id="file"),
         pytest.param("api_key_file: empty.key", "empty.key is empty", id="empty-file"),
         pytest.param("api_key_file: pipe.key", "pipe.key cannot be read: it is not a regular", id="pipe"),
@@ -440,6 +441,7 @@ def test_a_key_that_is_not_there_warns_in_check_and_stops_serve(
     (warning,) = report.warnings
     assert message in warning.message
     assert warning.line == 3
+    assert "sk-1" not in warning.message
     settings = loaded(text)
     with pytest.raises(ConfigError, match=message):
         settings.backend_key("b", {})
