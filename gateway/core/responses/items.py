@@ -171,7 +171,8 @@ PartReaders = Mapping[str, Callable[[Item, str], Item]]
 
 def _read_parts(parts: object, where: str, readers: PartReaders) -> list[Item]:
     if not isinstance(parts, list):
-        raise InvalidRequest("It must be a string or an array of parts.", param=where)
+        name = where.rpartition(".")[2]
+        raise InvalidRequest(f"`{name}` must be a string or an array of parts.", param=where)
     return [_read_part(part, f"{where}.{index}", readers) for index, part in enumerate(parts)]
 
 

@@ -276,6 +276,14 @@ def test_what_is_no_item_is_named(item: Any, code: str, param: str) -> None:
     assert (caught.value.code, caught.value.param) == (code, param)
 
 
+@pytest.mark.parametrize(
+    ("item", "name"), [({"role": "user"}, "content"), ({**RESULT, "output": 1}, "output")]
+)
+def test_the_message_names_the_field_too_for_sdks_show_nothing_else(item: Any, name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"`{name}` must be a string or an array of parts"):
+        chat([call(), item])
+
+
 def test_a_result_is_matched_with_calls_of_the_conversation_before() -> None:
     before = read_input([call()], TOKEN, {})
     own = read_input([RESULT], TOKEN, {})
