@@ -238,7 +238,8 @@ class _Builder:
         if match[0] == "$${":
             return "${"
         if name is None:
-            self._tree.problems.append((mark, "unfinished ${...}; write ${NAME} or ${NAME:-default}, or $${"))
+            message = "${ is no variable here; write ${NAME} or ${NAME:-default}, or $${ for ${ itself"
+            self._tree.problems.append((mark, message))
             return ""
         value = self._environ.get(name, "")
         if default is not None:
