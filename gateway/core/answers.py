@@ -198,7 +198,7 @@ class Answer:
             return self.error
         if ABORTED in self.finish_reasons:
             return BackendError("The engine aborted the request: it is stopping.", code=ABORTED)
-        if not self.finish_reasons or None in self.finish_reasons:
+        if not self.finish_reasons or not all(self.finish_reasons):  # "" is none, as in a stream
             return BackendError("The answer is incomplete.")
         found = len(self.finish_reasons)
         return FewerChoices(found, choices) if found < choices else None

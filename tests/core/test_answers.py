@@ -230,6 +230,7 @@ def test_what_is_no_answer(decoded: object) -> None:
         pytest.param([], 1, "incomplete", id="no-choice"),
         pytest.param([1], 1, "incomplete", id="not-a-choice"),
         pytest.param([{"finish_reason": None}], 1, "incomplete", id="no-reason"),
+        pytest.param([{"finish_reason": ""}], 1, "incomplete", id="an-empty-reason"),
         pytest.param([{"finish_reason": "stop"}], 2, "1 of 2 choices", id="one-of-two"),
         pytest.param([{"finish_reason": "stop"}, {}], 3, "incomplete", id="one-unfinished"),
         pytest.param([{"finish_reason": "stop"}, {"finish_reason": "length"}], 2, None, id="two-of-two"),
