@@ -27,6 +27,9 @@ EVENT_BYTES_MAX = 16 * 1024 * 1024
 
 _END_OF_EVENT = re.compile(rb"\n\n|\r\n\r\n|\n\r\n|\r\n\n")
 
+_BOM = b"\xef\xbb\xbf"
+"""A byte order mark. A stream may begin with one, which is not part of its first event."""
+
 _END_BYTES_MAX = 4
 """Bytes of the longest end of an event, `\\r\\n\\r\\n`."""
 
@@ -185,6 +188,8 @@ class StreamReader:
 
     def _inspect(self, block: bytes, *, parse: bool = False) -> Iterator[bytes]:
         """Yield the events of a block that may be relayed, updating the state; `parse`: parse all of them."""
+        if not self.has_content:
+            block = block.removeprefix(_BOM)
         for event in split(block):
             shown = self._names.in_event(event)
             is_looked_into = parse or not self.has_content

@@ -256,6 +256,17 @@ def test_a_last_event_may_lack_its_blank_line() -> None:
     assert subject.is_done
 
 
+@pytest.mark.parametrize("last", [b"", DONE[:-1], DONE])
+def test_a_byte_order_mark_before_the_first_event_is_dropped(last: bytes) -> None:
+    whole = delta("Hello", finish="stop") + last
+
+    for cut in range(5):
+        subject = reader()
+        marked = b"\xef\xbb\xbf" + whole
+        assert run(subject, [marked[:cut], marked[cut:]]) == delta("Hello", finish="stop") + DONE
+        assert subject.is_complete
+
+
 def test_done_without_a_finish_is_found_at_once() -> None:
     subject = reader()
 
