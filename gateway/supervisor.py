@@ -13,8 +13,8 @@ life.
 import json
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
 import anyio
@@ -42,9 +42,10 @@ BEAT_S = 5.0
 """Interval between two signs of life of a worker. A choice: they cost nothing."""
 
 SILENT_LOOKS = 24
-"""After so many intervals in a row without a sign of life, a worker is killed: two minutes. A choice, far
-beyond any computation of a worker that is merely busy. Intervals are counted, each of which this process was
-awake to see, and not time: where the machine or the container was suspended, nothing has been missed."""
+"""After so many intervals in a row without a sign of life, the first of which is its report, a worker is
+killed: two minutes. A choice, far beyond any computation of a worker that is merely busy, and a hundred times
+what a start computes. Intervals are counted, each of which this process was awake to see, and not time: where
+the machine or the container was suspended, nothing has been missed."""
 
 REPORT_BYTES_MAX = 1_000_000
 """Maximum size of a worker's report, which is one line. A choice that bounds memory: a report is a few
@@ -267,13 +268,16 @@ class WorkerGroup:
             try:
                 order = replace(order, changed=self._source)
                 told = json.dumps(asdict(order)).encode() + b"\n" + STOP * self._stops
-                await _tell(process, told)
-                report = await _report(process)
+                async with self._watched(order, process, anyio.sleep_forever):
+                    await _tell(process, told)
+                    report = await _report(process)
                 if report is not None and report.error is None:
                     self._accepts(order, process.pid, report.admin_url)
                 elif report is not None:
                     said = report.error
-                status = await self._watched(order, process)
+                assert process.stdout is not None
+                async with self._watched(order, process, process.stdout.receive):
+                    status = await process.wait()
             finally:
                 del self._processes[order.number]
                 self._accepting.pop(order.number, None)
@@ -281,22 +285,25 @@ class WorkerGroup:
             return status, None
         return status, StartupBlocked(said) if status == FAILURE else ConfigError(said)
 
-    async def _watched(self, order: Order, process: Process) -> int:
-        """Return the exit status of a process, which is killed if it gives no sign of life for long."""
+    @asynccontextmanager
+    async def _watched(
+        self, order: Order, process: Process, hear: Callable[[], Awaitable[object]]
+    ) -> AsyncIterator[None]:
+        """Kill a process that gives no sign of life for long while the block runs; `hear` waits for one."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._kill_if_silent, order, process)
-            status = await process.wait()
+            tasks.start_soon(self._kill_if_silent, order, process, hear)
+            yield
             tasks.cancel_scope.cancel()
-        return status
 
-    async def _kill_if_silent(self, order: Order, process: Process) -> None:
-        assert process.stdout is not None
+    async def _kill_if_silent(
+        self, order: Order, process: Process, hear: Callable[[], Awaitable[object]]
+    ) -> None:
         missed = 0
         while missed < SILENT_LOOKS:
             missed += 1
             with anyio.move_on_after(order.beat_s):
                 try:
-                    await process.stdout.receive()
+                    await hear()
                 except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):
                     return  # it is ending
                 missed = 0

@@ -23,7 +23,7 @@ from gateway.core.errors import ConfigError, StartupBlocked
 from gateway.sockets import bind
 from gateway.store import keeper
 from gateway.store.keeper import GOOD_SPELL_S, PAUSE_MAX_S, PAUSE_S, next_pause_s
-from gateway.supervisor import SILENT_LOOKS, Order, WorkerGroup
+from gateway.supervisor import BEAT_S, SILENT_LOOKS, Order, WorkerGroup
 
 
 @pytest.mark.parametrize(
@@ -93,14 +93,16 @@ def never_ready(urls: tuple[str, ...]) -> None:
     pytest.fail("nothing accepts connections")
 
 
-async def ends(times: int, ready: Callable[[tuple[str, ...]], None]) -> list[str]:
-    """Run one worker until it has ended so many times. Return what was said of it."""
+async def ends(
+    times: int, ready: Callable[[tuple[str, ...]], None], *, source: str = "", beat_s: float = BEAT_S
+) -> list[str]:
+    """Run one worker until so much was said of its ends. Return what was said of it."""
     heard = Ends(times)
     log = logging.getLogger("gateway.supervisor")
     log.addHandler(heard)
     try:
         with bind("127.0.0.1", 0) as listen, anyio.fail_after(20):
-            order = Order(0, 1, "gateway.yaml", "", "info", listen.fileno(), None)
+            order = Order(0, 1, "gateway.yaml", source, "info", listen.fileno(), None, beat_s=beat_s)
             group = WorkerGroup(600.0, ready)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(group.run, order)
@@ -235,6 +237,17 @@ async def test_a_worker_that_hangs_is_killed_and_started_again(
     assert "worker 0 has given no sign of life for 6 s: killed" in caplog.text
     assert "worker 0 ended (killed by SIGKILL): started again in" in caplog.text
     assert group.ended_well
+
+
+@pytest.mark.parametrize("source", ["", UNREAD], ids=["before-its-report", "before-it-has-read-its-order"])
+async def test_a_worker_that_hangs_as_it_starts_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.setattr(sys, "executable", script(tmp_path, "exec sleep 60"))
+    assert await ends(2, never_ready, source=source, beat_s=0.01) == [
+        "worker 0 has given no sign of life for 0.24 s: killed",
+        "worker 0 ended (killed by SIGKILL): started again in 0.5 s",
+    ]
 
 
 def stand_still(seconds: float) -> None:
