@@ -11,6 +11,7 @@ while. So `is_gone` is checked every `LOOK_S`.
 """
 
 import asyncio
+import select
 import socket
 import struct
 import sys
@@ -70,3 +71,10 @@ def is_gone(transport: asyncio.BaseTransport) -> bool:
     # After the first retransmission or window probe, its answer may be on the way.
     is_unheard: bool = max(retransmits, probes) > 1 and silent_ms >= GONE_S * 1000
     return is_unheard
+
+
+def has_input(transport: asyncio.BaseTransport) -> bool:
+    """Return whether data, or the end of an open connection, is there for the event loop to read."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+    return bool(poll.poll(0))

@@ -326,7 +326,7 @@ class DirectClient(BackendClient):
 
 
 class _Stale(Exception):
-    """A kept-alive connection was already closed. `was_sent`: the request had been written to it."""
+    """A kept-alive connection could not be used. `was_sent`: the request had been written to it."""
 
     def __init__(self, *, was_sent: bool) -> None:
         super().__init__()
@@ -375,10 +375,11 @@ class _Connection(asyncio.Protocol):
         """Send a request, and wait for the head of its answer.
 
         Raises:
-            _Stale: it was kept alive, and closed before or while the request was written.
+            _Stale: it was kept alive, and closed before or while the request was written, or it has input.
             UpstreamLost, UpstreamFailed, UpstreamTimeout: as `ports.Upstream.open`.
         """
-        if self._is_ending():
+        # What has arrived on a kept connection would be taken for the answer to this request.
+        if self._is_ending() or (self._is_used and tcp.has_input(self._transport)):
             raise _Stale(was_sent=False)
         self._begin()
         if len(body) < APART_BYTES:

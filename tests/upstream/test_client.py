@@ -6,6 +6,7 @@ Both pass the same tests: the one that serves, and the reference over httpx.
 import asyncio
 import gc
 import inspect
+import os
 import socket
 import ssl
 import sys
@@ -903,6 +904,23 @@ async def test_a_kept_connection_is_not_used_between_what_nobody_asked_for_and_i
         await client.aclose()
 
     assert server.connections == 2
+
+
+@pytest.mark.usefixtures("only_direct")
+async def test_what_the_event_loop_has_not_read_yet_is_not_taken_for_the_next_answer() -> None:
+    async def answer(stream: SocketStream, number: int) -> None:
+        ends.append(stream.extra(SocketAttribute.raw_socket).fileno())
+        await stream.send(answer_of(b"%d" % number))
+
+    ends: list[int] = []
+    async with raw_server(answer) as server:
+        client = direct.DirectClient(server.url, None, verify=True)
+        for number in range(3):
+            connection = await client.ask(ASKED, b"", 5.0)
+            assert await whole(connection) == b"%d" % number
+            assert client.take_back(connection)
+            os.write(ends[-1], answer_of(b"nobody asked for this"))
+        await client.aclose()
 
 
 @pytest.mark.usefixtures("only_direct")
