@@ -211,6 +211,25 @@ async def test_a_stream_that_breaks_ends_with_an_error_that_says_so(way: str) ->
     assert got.is_whole
 
 
+async def test_a_stream_is_whole_whether_tokens_come_alone_or_in_pieces(way: str) -> None:
+    tokens = [event(delta={"content": f"word {number}"}) for number in range(8)]
+    pieces = [ROLE, *tokens, HELLO[:20], HELLO[20:], STOP]
+
+    async def trickle(stream: SocketStream, asked: dict[str, Any]) -> None:
+        await stream.send(STREAM_HEAD)
+        for piece in pieces:
+            await stream.send(chunk(piece))
+            for _ in range(5):  # each arrives by itself
+                await anyio.lowlevel.checkpoint()
+        await stream.send(chunk(DONE) + LAST_CHUNK)
+
+    async with front(way, trickle) as site, site.caller() as caller:
+        got = await caller.ask(post(chat(stream=True)))
+
+    assert got.body == b"".join(pieces).replace(b'"served"', b'"gemma-4"') + DONE
+    assert got.is_whole
+
+
 # ---------------------------------------------------------------- callers in a browser
 
 PAGE, STRANGER = "https://app.example.com", "https://app.example.com:8443"
@@ -571,13 +590,19 @@ async def test_a_body_has_its_time_however_often_it_comes(way: str) -> None:
         await site.idle()
 
 
+async def has_come(site: Front, size: int) -> None:
+    """Return once that much of all bodies is there."""
+    await site.eventually(lambda: site.applications.serving.uploads.bytes == size)
+
+
 async def test_the_time_of_a_body_is_not_that_of_the_next(way: str) -> None:
     limits, request = BodyLimits(within_s=1.0), post()
     async with front(way, limits=limits) as site, site.caller() as caller:
         begun = anyio.current_time()
         for done_s in (0.5, 1.2):  # the second ends when the time of the first is over
-            await caller.send(request[:-5])
-            await site.eventually(lambda: site.applications.serving.uploads.bytes > 0)
+            for left, part in ((7, request[:-7]), (6, request[-7:-6]), (5, request[-6:-5])):
+                await caller.send(part)
+                await has_come(site, len(chat()) - left)
             await anyio.sleep_until(begun + done_s)
             assert (await caller.ask(request[-5:])).status == 200
         await site.idle()

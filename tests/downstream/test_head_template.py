@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from hashlib import sha256
+from typing import Any
 
 import anyio
 import httptools
@@ -17,7 +18,7 @@ from support.world import WHOLE
 
 from gateway.downstream.direct import LEARNED_MAX, DirectProtocol
 from gateway.downstream.head_template import HeadTemplate
-from gateway.downstream.relay import Head
+from gateway.downstream.relay import BodyLimits, Head
 
 anyio_backend = on_both_loops
 
@@ -227,6 +228,26 @@ async def test_repeated_requests_that_come_together_are_answered_in_order(site: 
     assert [user in body for user, body in zip(users, asked(site), strict=True)] == [True] * 6
 
 
+async def test_a_repeated_request_waits_for_the_answer_before_it(site: Front) -> None:
+    gate = anyio.Event()
+
+    async def first_last(stream: SocketStream, asked: dict[str, Any]) -> None:
+        if asked["user"] == "first":
+            await gate.wait()
+        await stream.send(answer_of(WHOLE.replace(b"hello", asked["user"].encode())))
+
+    async with site.caller() as caller:
+        assert (await caller.ask(post(chat(user="learned")))).status == 200
+        site.behave = first_last
+        for user in ("first", "second"):
+            protocol_of(site).data_received(post(chat(user=user)))
+            for _ in range(100):
+                await anyio.lowlevel.checkpoint()
+        gate.set()
+        for user in ("first", "second"):
+            assert user in (await caller.answer()).body.decode()
+
+
 @pytest.mark.parametrize(
     ("request_", "statuses"),
     [
@@ -279,6 +300,25 @@ async def until(moment: float) -> None:
     reached = asyncio.Event()
     asyncio.get_running_loop().call_at(moment, reached.set)
     await reached.wait()
+
+
+async def test_a_repeated_request_may_have_no_longer_body_than_any_other() -> None:
+    async with front("direct", limits=BodyLimits(bytes_max=1_000)) as site, site.caller() as caller:
+        assert (await caller.ask(post(chat()))).status == 200
+        protocol_of(site).data_received(post(chat(user="x" * 1_000)))
+        assert (await caller.answer()).status == 413
+
+
+async def test_a_timer_that_was_set_before_a_request_does_not_end_its_connection(site: Front) -> None:
+    async with site.caller() as caller:
+        await site.eventually(lambda: bool(site.listener.server_state.connections))
+        protocol_of(site).timeout_keep_alive = 1.0  # type: ignore[assignment]
+        assert (await caller.ask(post(chat()))).status == 200
+        timer = protocol_of(site).timeout_keep_alive_task
+        assert timer is not None
+        for from_then_s in (-0.4, 0.1):
+            await until(timer.when() + from_then_s)
+            assert (await caller.ask(post(chat()))).status == 200
 
 
 async def test_a_connection_is_closed_when_it_was_idle_and_not_before(site: Front) -> None:

@@ -18,6 +18,7 @@ from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import cast
 
 import anyio
 import anyio.lowlevel
@@ -186,6 +187,10 @@ async def test_a_backend_whose_machine_vanishes_as_it_is_asked_is_lost(
         async with upstream.open(target, Timeouts()) as response:
             await whole(response)
         await gone.wait()
+        (client,) = cast("DirectUpstream", upstream)._clients.values()
+        with anyio.fail_after(10):
+            while client._looking is not None:  # it looks again when there is something to look at
+                await anyio.lowlevel.checkpoint()
         with pytest.raises(UpstreamLost), anyio.fail_after(10):
             async with upstream.open(replace(target, body=b" " * size), Timeouts()):
                 pass
@@ -301,6 +306,29 @@ async def test_leaving_early_closes_the_connection() -> None:
         async with upstream.open(target, Timeouts()) as response:
             await response.read()
         with anyio.fail_after(5):
+            await server.closed.wait()
+
+
+async def test_a_kept_connection_is_closed_too_by_leaving_early() -> None:
+    async def answer(stream: SocketStream, number: int) -> None:
+        await stream.send(STREAM_HEAD + chunk(b"data: 1\n\n") if number == 1 else answer_of(b"{}"))
+
+    async with serving(answer) as (server, upstream, target):
+        async with upstream.open(target, Timeouts()) as response:
+            await whole(response)
+        async with upstream.open(target, Timeouts()) as response:
+            await response.read()
+        async with upstream.open(target, Timeouts()) as response:
+            assert await whole(response) == b"{}"
+
+    assert server.connections == 2
+
+
+async def test_a_client_that_is_closed_closes_its_idle_connections() -> None:
+    async with raw_server(always(answer_of(b"{}"))) as server:
+        async with client_of(server.url) as (upstream, target), upstream.open(target, Timeouts()) as response:
+            await whole(response)
+        with anyio.fail_after(10):
             await server.closed.wait()
 
 
@@ -1041,10 +1069,11 @@ async def test_a_call_that_ends_early_ends_with_its_connection_closed() -> None:
             assert response._is_lost
 
 
-async def test_a_header_with_a_line_break_never_leaves() -> None:
+@pytest.mark.parametrize("value", [b"b\r\nc: d", b"b\nc: d", b"b\rc: d"])
+async def test_a_header_with_a_line_break_never_leaves(value: bytes) -> None:
     async with serving(always(answer_of(b"{}"))) as (server, upstream, target):
         with pytest.raises(Exception):  # noqa: B017 - each client has its own
-            async with upstream.open(replace(target, headers=((b"a", b"b\r\nc: d"),)), Timeouts()):
+            async with upstream.open(replace(target, headers=((b"a", value),)), Timeouts()):
                 pass
     assert server.requests == []
 
