@@ -61,10 +61,6 @@ class DirectProtocol(GuardedProtocol):
             self._body_timer = self.loop.call_later(self._chats.limits.within_s, self._body_overdue)
             self._fill(call)
 
-    def is_between_requests(self) -> bool:
-        """See `GuardedProtocol.is_between_requests`."""
-        return self._receiving is None and super().is_between_requests()
-
     def _is_repeated(self, data: bytes, template: HeadTemplate) -> bool:
         """Answer a request whose head is the previous one's. Return whether these bytes were one."""
         if not self.is_between_requests() or (found := template.body_of(data)) is None:
@@ -76,7 +72,6 @@ class DirectProtocol(GuardedProtocol):
             return False
         self.headers = template.headers(length)
         self.cycle = self._call = call = DirectCall(self, self._chats, head)  # type: ignore[assignment]
-        self._has_ended = True
         call.take(body)
         call.begin()
         return True

@@ -302,7 +302,6 @@ class DirectClient(BackendClient):
                     self._host,
                     self._port,
                     ssl=self._tls(),
-                    server_hostname=self._host if self._is_tls else None,
                 )
         except TimeoutError as error:
             raise UpstreamUnreachable("The backend cannot be reached.") from error
@@ -441,7 +440,7 @@ class _Connection(asyncio.Protocol):
 
     async def read_whole(self, bytes_max: int) -> bytes:
         """See `ports.UpstreamResponse.read_whole`."""
-        if self._is_complete and len(self._parts) == 1 and not self._is_paused:
+        if self._is_complete and len(self._parts) == 1:
             return self._parts.pop()  # as most answers, it arrived at once
         return await backend_clients.read_on(self, await self.read(), bytes_max)
 
