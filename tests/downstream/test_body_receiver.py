@@ -12,6 +12,7 @@ from support.loops import on_both_loops
 
 from gateway.core.usage import Ending
 from gateway.downstream.body_receiver import TOGETHER_MAX, WORTH_BYTES, BodyReceiver
+from gateway.downstream.direct import DirectProtocol
 from gateway.downstream.relay import BodyLimits, Uploads
 from gateway.pipeline import LEFT_STATUS
 
@@ -132,6 +133,23 @@ async def test_a_long_body_that_does_not_come_is_given_up(way: str) -> None:
         assert await caller.is_closed()
         await site.idle()
         assert site.watched.reserved_bytes == ([0] if way == "direct" else [])  # as soon as it was given up
+
+
+async def test_a_caller_may_read_what_came_before_while_it_sends_a_long_body() -> None:
+    """What is written waits for room as long as the caller does not read, and no longer."""
+    request, before = post(long_chat(400_000)), bytes(8_000_000)
+    async with front("direct") as site, site.caller() as caller:
+        await caller.send(request[:-1])
+        await site.eventually(lambda: site.applications.serving.uploads.reserved_bytes > 0)
+        (connection,) = site.listener.server_state.connections
+        assert isinstance(connection, DirectProtocol)
+        connection.transport.write(before)
+        await site.eventually(lambda: connection.flow.write_paused)
+        while before:
+            before = before[len(await caller.stream.receive()) :]
+        await site.eventually(lambda: not connection.flow.write_paused)
+        assert (await caller.ask(request[-1:])).status == 200
+        await site.idle()
 
 
 async def test_what_was_set_aside_for_a_body_that_does_not_come_is_free_before_its_connection_ends() -> None:

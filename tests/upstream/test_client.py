@@ -1045,14 +1045,17 @@ async def test_so_is_one_whose_call_has_failed() -> None:
         assert not upstream._retired
 
 
-async def test_so_is_one_whose_calls_have_ended_well() -> None:
-    async with serving(always(answer_of(b"{}"))) as (_, upstream, target):
+async def test_so_is_one_whose_calls_have_ended_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_clients, "KEEPALIVE_S", 60.0)  # not because it is idle
+    async with serving(always(answer_of(b"{}"))) as (server, upstream, target):
         assert isinstance(upstream, HttpxUpstream | DirectUpstream)
         async with upstream.open(target, Timeouts()) as response:
             await whole(response)
         upstream.update([], secrets={}, tls={})
         await upstream.close_retired()
         assert not upstream._retired
+        with anyio.fail_after(10):
+            await server.closed.wait()
 
 
 @pytest.mark.usefixtures("only_direct")
@@ -1547,23 +1550,24 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return self_signed(tmp_path_factory.mktemp("tls"), "localhost")
 
 
-@pytest.mark.parametrize("trust", ["pinned", "system", "none"])
+@pytest.mark.parametrize("trust", ["pinned", "system", "unsaid", "none"])
 async def test_the_certificate_of_a_backend_is_checked(
     certificate: tuple[Path, Path], kind: Kind, trust: str
 ) -> None:
     cert, key = certificate
     serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     serving.load_cert_chain(cert, key)
-    verify: dict[str, ssl.SSLContext | bool] = {
-        "pinned": ssl.create_default_context(cafile=cert),
-        "system": True,  # which does not know it
-        "none": False,
+    tls: dict[str, dict[str, ssl.SSLContext | bool]] = {
+        "pinned": {"b": ssl.create_default_context(cafile=cert)},
+        "system": {"b": True},  # which does not know it
+        "unsaid": {},
+        "none": {"b": False},
     }
     async with tls_server(serving, answer_of(b"{}")) as (port, _):
         backend = Backend("b", f"https://localhost:{port}", CAPACITY)
-        upstream = kind([backend], secrets={}, tls={"b": verify[trust]})
+        upstream = kind([backend], secrets={}, tls=tls[trust])
         target = Target(backend, Endpoint.CHAT, (), b"{}")
-        if trust == "system":
+        if trust in ("system", "unsaid"):
             with pytest.raises(UpstreamUnreachable):
                 async with upstream.open(target, Timeouts()):
                     pass
