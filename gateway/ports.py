@@ -527,9 +527,9 @@ class JobStore(Protocol):
     async def claim(self, worker: str, lanes: Collection[str], attempts_max: int, config: str) -> Job | None:
         """Claim the next job of these lanes; None if there is none.
 
-        The highest priority goes first; then jobs that were claimed before. Of the others, the API keys of
-        a lane take turns, a job each. Between lanes, the one with the fewest jobs in progress goes first,
-        then the job that was submitted first.
+        The highest priority goes first. Within it, the API keys of a lane take turns: up to eight jobs that
+        were claimed before, then one of the others. Between lanes, the one with the fewest jobs in progress
+        goes first, then the job that was submitted first.
 
         A job that was refused under the worker's configuration `config` is left to others; see `refuse`.
 
@@ -572,7 +572,7 @@ class JobStore(Protocol):
         after_s: float = 0.0,
         failed: bool = False,
     ) -> bool:
-        """Return a job to the front of the queue, not to start before `after_s`. `failed`: count a failure.
+        """Return a job to its key's next turn, not to start before `after_s`. `failed`: count a failure.
 
         A job that then has `attempts_max` failures becomes FAILED (`job_poisoned`).
 

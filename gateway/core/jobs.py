@@ -37,7 +37,7 @@ class JobStatus(StrEnum):
 
 
 class JobPriority(StrEnum):
-    """The order of jobs within a lane. API keys with jobs of equal priority take turns, a job each."""
+    """The order of jobs within a lane. API keys with jobs of equal priority take turns."""
 
     HIGH = "high"
     NORMAL = "normal"

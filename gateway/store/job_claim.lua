@@ -48,8 +48,8 @@ local function is_less(these, those)
     return false
 end
 
--- Returns the id and the lane of the job that is next: by priority, then again before new, then the head of the lane with
--- the fewest claimed jobs, so that a lane's backlog does not take a worker from the others; then the one accepted first.
+-- Returns the id and the lane of the job that is next: by priority, then the head of the lane with the fewest
+-- claimed jobs, so that a lane's backlog does not take a worker from the others; then the one accepted first.
 local function next_id()
     local first, least, its_lane
     for _, lane in ipairs(lanes) do
@@ -57,7 +57,7 @@ local function next_id()
         if id then
             local running = tonumber(redis.call('HGET', key('running'), lane) or 0)
             local arrival = tonumber(redis.call('ZSCORE', key('jobs'), id) or 0)
-            local rank = {math.floor(order / (SPAN / 2)), running, arrival}
+            local rank = {math.floor(order / SPAN), running, arrival}
             if not first or is_less(rank, least) then
                 first, least, its_lane = id, rank, lane
             end
@@ -124,10 +124,7 @@ for _ = 1, SWEPT_MAX do
     elseif tonumber(job.failures) >= tonumber(attempts_max) then
         poison(job)
     elseif take(job) then
-        local turn = redis.call('ZSCORE', backlog_of(job), id)
-        if turn then
-            note_turn(job, turn)
-        end
+        note_turn(job)
         unqueue(job)
         redis.call('HINCRBY', key('running'), job.lane, 1)
         set(job, {status = 'in_progress', attempt = job.attempt + 1, started = now, worker = worker, token = token})

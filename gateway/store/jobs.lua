@@ -12,9 +12,10 @@
 --                    STREAM  jobs that the previous version has queued, and are added before they are claimed
 -- waiting:<lane>     ZSET    queued jobs that do not rest, in the order of claiming
 -- backlog:<p>:<lane>:<owner>
---                    ZSET    those of an owner that were not claimed before, by their turns
+--                    ZSET    those of an owner, by their turns; by these less AGAIN if they were claimed before
 -- turns:<lane>       HASH    priority -> the latest turn in which a job was claimed; "priority owner" -> the one after
---                            that of the owner's job that was claimed last
+--                            that of the owner's new job that was claimed last; "again priority owner" -> likewise, of
+--                            those that were claimed before
 -- refused:<lane>     HASH    id -> " config config ": the configurations under which the job was refused
 -- serving:<model>    ZSET    "worker config" of the processes that serve a model, by the time of the announcement
 -- resting:<lane>     ZSET    other queued jobs, by the time at which they wait again
@@ -42,8 +43,12 @@ local TAG, LOST, OWN_ARGUMENTS = KEYS[1], tonumber(ARGV[1]), 2
 local GROUP, BY_SWEEP = 'workers', '(sweep)'
 local PRIORITIES = {'high', 'normal', 'batch'}
 local RANK = {high = 0, normal = 1, batch = 2}
-local SPAN = 2 ^ 50 -- order numbers per priority; the first half is for jobs that were claimed before
-local TURN = 2 ^ 16 -- order numbers per turn, in the second half. Of more jobs in one turn, some change places
+local SPAN = 2 ^ 50 -- order numbers per priority; the previous version has the first half for jobs claimed before
+local TURN = 2 ^ 16 -- order numbers per turn, in the second half: the first of them for jobs that were claimed before.
+-- Of more jobs in one turn, some change places
+local AGAIN = 2 ^ 34 -- more than there are turns
+local AGAIN_STEP = 1 / 8 -- as many of an owner's jobs that were claimed before go in one turn, and one that was not: these
+-- have begun, but no number of them that are returned again and again keeps other owners waiting
 local SWEEP_MS = math.min(1000, LOST / 5)
 local SWEPT_MAX = 200 -- maximum per kind and sweep; the rest follows in the next script
 local BUCKET_MS, LATELY_MS = 10000, 300000 -- for counting ends
@@ -107,26 +112,6 @@ local function holds(job, token)
     return is_last(job, token) and job.status == 'in_progress'
 end
 
--- Returns a queued job's position in its lane, from 1; for a resting job, the position it would get now.
-local function position(id, lane, priority)
-    local rank = redis.call('ZRANK', key('waiting', lane), id)
-    if rank then
-        return rank + 1
-    end
-    local from = RANK[priority] * SPAN + SPAN / 2 -- it was claimed before: ahead of all new ones
-    return redis.call('ZCOUNT', key('waiting', lane), '-inf', '(' .. string.format('%.0f', from)) + 1
-end
-
--- Returns id, position and the public fields; a brief one lacks body and facts.
-local function show(id, is_brief)
-    local values = redis.call('HMGET', key('job', id), unpack(SHOWN, 1, is_brief and #SHOWN - 2 or #SHOWN))
-    if not values[7] then
-        return false
-    end
-    local place = values[7] == 'queued' and position(id, values[2], values[3])
-    return {id, place, unpack(values)}
-end
-
 local function tell(job)
     redis.call('PUBLISH', key('changed', job.id), '')
 end
@@ -151,46 +136,81 @@ local function backlog_of(job)
     return key('backlog', job.priority, job.lane, job.owner)
 end
 
--- Returns the last turn of the jobs that wait in a backlog, or nothing. The previous version leaves behind what it claims.
-local function last_turn(backlog, lane)
+-- Returns the last turn of an owner's jobs that wait, new ones or others, or nothing. An earlier version leaves behind
+-- what it claims.
+local function last_turn(job, is_new)
+    local backlog, least, most = backlog_of(job), is_new and 0 or '-inf', is_new and '+inf' or '(0'
     local last
     for _ = 1, SWEPT_MAX do
-        last = redis.call('ZREVRANGE', backlog, 0, 0, 'WITHSCORES')
-        if not last[1] or redis.call('ZSCORE', key('waiting', lane), last[1]) then
+        last = redis.call('ZREVRANGEBYSCORE', backlog, most, least, 'WITHSCORES', 'LIMIT', 0, 1)
+        if not last[1] or redis.call('ZSCORE', key('waiting', job.lane), last[1]) then
             break
         end
         redis.call('ZREM', backlog, last[1])
     end
-    return last[2]
+    return last[2] and last[2] + (is_new and 0 or AGAIN)
 end
 
--- Returns the turn of a job that becomes its owner's last: the one after that owner's last job, whether it still waits
--- or was the last to be claimed, but not before the turn that the lane has reached, nor before the jobs of the previous
--- version, whose order numbers have the number of their arrival.
-local function next_turn(job, arrival)
-    local reached = redis.call('HMGET', key('turns', job.lane), job.priority, job.priority .. ' ' .. job.owner)
-    local last = last_turn(backlog_of(job), job.lane) or -1
-    return math.max(tonumber(reached[1] or 0), tonumber(reached[2] or 0), last + 1, math.floor(arrival / TURN))
+local function had_by(job, is_new)
+    return (is_new and '' or 'again ') .. job.priority .. ' ' .. job.owner
 end
 
--- Notes that a new job is claimed in its turn.
-local function note_turn(job, turn)
-    local turns = key('turns', job.lane)
+-- Returns the turn of a job that becomes its owner's last new one, or last of the others: a step after that owner's
+-- last such job, whether it still waits or was the last to be claimed, but not before the turn that the lane has
+-- reached, nor before the jobs of an earlier version, whose order numbers have the number of their arrival.
+local function next_turn(job, is_new, arrival)
+    local reached = redis.call('HMGET', key('turns', job.lane), job.priority, had_by(job, is_new))
+    local last = last_turn(job, is_new) or -1
+    local least = math.max(tonumber(reached[1] or 0), math.floor(arrival / TURN))
+    return math.max(least, tonumber(reached[2] or 0), last + (is_new and 1 or AGAIN_STEP))
+end
+
+-- Notes that a job is claimed in its turn.
+local function note_turn(job)
+    local score = tonumber(redis.call('ZSCORE', backlog_of(job), job.id) or '')
+    if not score then -- an earlier version has queued it
+        return
+    end
+    local turns, is_new = key('turns', job.lane), score >= 0
+    local turn = is_new and score or score + AGAIN
     local reached = tonumber(redis.call('HGET', turns, job.priority) or 0)
-    redis.call('HSET', turns, job.priority, math.max(turn, reached), job.priority .. ' ' .. job.owner, turn + 1)
+    local after = turn + (is_new and 1 or AGAIN_STEP)
+    redis.call('HSET', turns, job.priority, math.max(math.floor(turn), reached), had_by(job, is_new), after)
+end
+
+-- Returns the first order number of a turn, for new jobs or for others.
+local function order_of(job, is_new, turn)
+    return RANK[job.priority] * SPAN + SPAN / 2 + math.floor(turn) * TURN + (is_new and TURN / 2 or 0)
 end
 
 local function enqueue(job, is_new)
-    local order, arrival = RANK[job.priority] * SPAN, redis.call('INCR', key('arrivals'))
-    if is_new then
-        local turn = next_turn(job, arrival)
-        redis.call('ZADD', backlog_of(job), turn, job.id)
-        order = order + SPAN / 2 + turn * TURN + arrival % TURN
-    else
-        order = order + arrival
-    end
-    redis.call('ZADD', key('waiting', job.lane), order, job.id)
+    local arrival = redis.call('INCR', key('arrivals'))
+    local turn = next_turn(job, is_new, arrival)
+    redis.call('ZADD', backlog_of(job), is_new and turn or turn - AGAIN, job.id)
+    redis.call('ZADD', key('waiting', job.lane), order_of(job, is_new, turn) + arrival % (TURN / 2), job.id)
     redis.call('PUBLISH', key('work'), '')
+end
+
+-- Returns a queued job's position in its lane, from 1; for a resting job, the position it would get now.
+local function position(job)
+    local rank = redis.call('ZRANK', key('waiting', job.lane), job.id)
+    if rank then
+        return rank + 1
+    end
+    local turn = next_turn(job, false, (redis.call('GET', key('arrivals')) or 0) + 1)
+    local behind = order_of(job, true, turn)
+    return redis.call('ZCOUNT', key('waiting', job.lane), '-inf', '(' .. string.format('%.0f', behind)) + 1
+end
+
+-- Returns id, position and the public fields; a brief one lacks body and facts.
+local function show(id, is_brief)
+    local values = redis.call('HMGET', key('job', id), unpack(SHOWN, 1, is_brief and #SHOWN - 2 or #SHOWN))
+    if not values[7] then
+        return false
+    end
+    local owner, lane, priority = unpack(values)
+    local place = values[7] == 'queued' and position({id = id, owner = owner, lane = lane, priority = priority})
+    return {id, place, unpack(values)}
 end
 
 local function queue(job, is_new, retry_at)

@@ -44,6 +44,7 @@ LANES = ("m/light", "m/push")
 KEYS = ("alice", "bob")
 WORKERS = 3
 ATTEMPTS_MAX = 2
+AGAIN_PER_TURN = 8
 QUOTA = Quota(queued_max=5, bytes_max=400)
 PRIORITIES = list(JobPriority)
 ENDS = (JobStatus.COMPLETED, JobStatus.INCOMPLETE, JobStatus.FAILED)
@@ -69,20 +70,24 @@ class Model:
     is_new: bool = True  # never claimed since it was queued from the start
     rests: bool = False
     is_due: bool = False  # it has rested, and will be seen by whoever claims
-    turn: int = 0  # while new: when the owners of its lane and priority have had as many jobs each
-    arrival: int = 0  # its place among those of the same turn, or of those that are not new
+    turn: float = 0  # when the owners of its lane and priority have had as many (returned) jobs each
+    arrival: int = 0  # its place among those of the same turn
     accepted: int = 0
     returned: int | None = None  # the attempt that gave it back last
     refused: set[int] = field(default_factory=set)  # by workers of which each has its own configuration
     is_kept: bool = True
 
     @property
-    def half(self) -> tuple[int, bool]:
-        return PRIORITIES.index(self.priority), self.is_new
+    def rank(self) -> tuple[int, int, bool, int]:
+        return PRIORITIES.index(self.priority), int(self.turn), self.is_new, self.arrival
 
     @property
-    def rank(self) -> tuple[int, bool, int, int]:
-        return *self.half, self.turn if self.is_new else 0, self.arrival
+    def step(self) -> float:
+        return 1 if self.is_new else 1 / AGAIN_PER_TURN
+
+    @property
+    def line(self) -> tuple[str, JobPriority, str, bool]:
+        return self.lane, self.priority, self.key, self.is_new
 
     @property
     def size_bytes(self) -> int:
@@ -105,7 +110,7 @@ class JobHistories(RuleBasedStateMachine):
         self.claims: list[tuple[str, int]] = []  # every one there ever was
         self.arrivals = 0
         self.reached: dict[tuple[str, JobPriority], int] = {}  # turns
-        self.had: dict[tuple[str, JobPriority, str], int] = {}
+        self.had: dict[tuple[str, JobPriority, str, bool], float] = {}
         for number, store in enumerate(self.stores):
             self.run(store.beat(f"w{number}", [], Serving(f"c{number}", frozenset({"m"}))))
 
@@ -122,13 +127,14 @@ class JobHistories(RuleBasedStateMachine):
 
     def queue(self, job: Model, *, is_new: bool, rests: bool = False) -> None:
         self.arrivals += 1
-        if is_new:
-            line = (job.lane, job.priority, job.key)
-            own = [it for it in self.of(JobStatus.QUEUED) if it.is_new and it is not job]
-            last = max((it.turn for it in own if (it.lane, it.priority, it.key) == line), default=-1)
-            job.turn = max(self.reached.get(line[:2], 0), self.had.get(line, 0), last + 1)
         job.status, job.worker = JobStatus.QUEUED, None
         job.is_new, job.rests, job.is_due, job.arrival = is_new, rests, False, self.arrivals
+        job.turn = self.next_turn(job)
+
+    def next_turn(self, job: Model) -> float:
+        queued = [other for other in self.of(JobStatus.QUEUED) if not other.rests and other is not job]
+        last = max((other.turn for other in queued if other.line == job.line), default=-1)
+        return max(self.reached.get(job.line[:2], 0), self.had.get(job.line, 0), last + job.step)
 
     def end(self, job: Model, status: JobStatus, code: str | None = None) -> None:
         assert not job.status.is_final
@@ -140,7 +146,7 @@ class JobHistories(RuleBasedStateMachine):
 
     def ahead(self, job: Model) -> int:
         """Return how many would go before a job that is queued."""
-        rank = (job.rank[0], False, 0, self.arrivals + 1) if job.rests else job.rank
+        rank = (job.rank[0], int(self.next_turn(job)), False, self.arrivals + 1) if job.rests else job.rank
         queued = [other for other in self.of(JobStatus.QUEUED) if other.lane == job.lane and not other.rests]
         return sum(other.rank < rank for other in queued)
 
@@ -216,7 +222,7 @@ class JobHistories(RuleBasedStateMachine):
                 self.queue(job, is_new=False)
         while heads := self.heads(lanes, worker):
             running = Counter(job.lane for job in self.of(JobStatus.IN_PROGRESS))
-            head = min(heads, key=lambda job: (job.half, running[job.lane], job.accepted))
+            head = min(heads, key=lambda job: (job.rank[0], running[job.lane], job.accepted))
             if head.failures < ATTEMPTS_MAX:
                 break
             self.end(head, JobStatus.FAILED, "job_poisoned")
@@ -225,10 +231,8 @@ class JobHistories(RuleBasedStateMachine):
             return
         assert claimed is not None
         assert claimed.id == head.id
-        if head.is_new:
-            line = (head.lane, head.priority, head.key)
-            self.reached[line[:2]] = max(head.turn, self.reached.get(line[:2], 0))
-            self.had[line] = head.turn + 1
+        self.reached[head.line[:2]] = max(int(head.turn), self.reached.get(head.line[:2], 0))
+        self.had[head.line] = head.turn + head.step
         head.status, head.worker, head.attempt = JobStatus.IN_PROGRESS, worker, head.attempt + 1
         assert claimed.attempt == head.attempt
         self.claims.append((head.id, head.attempt))

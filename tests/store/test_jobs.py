@@ -401,6 +401,59 @@ async def test_what_is_given_back_goes_first(world: JobWorld, jobs: Jobs) -> Non
     assert [(await get(jobs, id)).attempt for id in "bac"] == [2, 2, 1]
 
 
+async def test_jobs_that_are_returned_again_and_again_hold_up_no_other_key(
+    world: JobWorld, jobs: Jobs
+) -> None:
+    alices = [f"alice{number}" for number in range(30)]
+    await world.submit(jobs, *alices)
+    assert await claimed(jobs) == alices
+    for id in alices:
+        assert await jobs.give_back(*jobs.held(id), attempts_max=3)
+    await submit_of(world, jobs, "bob1", "bob2")
+    assert [(await get(jobs, id)).position for id in ("alice7", "bob1", "alice8", "bob2")] == [8, 9, 10, 18]
+    order: list[str] = []
+    while len(order) < 2 or order[-1] != "bob2":
+        job = await world.claim(jobs)
+        order.append(job.id)
+        if job.new.key == "alice":  # comes back at once
+            assert await jobs.give_back(job.id, job.claim, attempts_max=3)
+    assert order == [*alices[:8], "bob1", *alices[8:16], "bob2"]
+
+
+async def test_the_returned_jobs_of_several_keys_take_turns(world: JobWorld, jobs: Jobs) -> None:
+    alices, bobs = [[f"{key}{number}" for number in range(10)] for key in ("alice", "bob")]
+    await submit_of(world, jobs, *alices, *bobs, "carol1")
+    await claimed(jobs)
+    for id in (*alices, *bobs, "carol1"):
+        assert await jobs.give_back(*jobs.held(id), attempts_max=3)
+    order = [*alices[:8], *bobs[:8], "carol1", *alices[8:], *bobs[8:]]
+    assert [(await get(jobs, id)).position for id in order] == list(range(1, len(order) + 1))
+    assert await claimed(jobs) == order
+
+
+async def test_a_job_that_rests_has_the_position_that_it_would_get(world: JobWorld, jobs: Jobs) -> None:
+    alices = [f"alice{number}" for number in range(10)]
+    await submit_of(world, jobs, *alices)
+    await claimed(jobs)
+    for id in alices[:9]:
+        assert await jobs.give_back(*jobs.held(id), attempts_max=3)
+    await submit_of(world, jobs, "bob1", "bob2")
+    assert await jobs.give_back(*jobs.held("alice9"), attempts_max=3, after_s=500.0)
+    assert (await get(jobs, "alice9")).position == 11
+    await world.rest_is_over("alice9")
+    assert await claimed(jobs) == [*alices[:8], "bob1", "alice8", "alice9", "bob2"]
+
+
+async def test_jobs_that_the_previous_version_has_returned_go_first(world: JobWorld, jobs: Jobs) -> None:
+    await submit_of(world, jobs, "alice1", "alice2", "bob1")
+    await world.claim(jobs)
+    assert await jobs.give_back(*jobs.held("alice1"), attempts_max=3)
+    await world.redis.delete(world.key("backlog", "normal", LANE, "=alice"))
+    await world.redis.zadd(world.key("waiting", LANE), {"alice1": 2**50 + 7, "alice2": 2**50 + 8})
+    assert [(await get(jobs, id)).position for id in ("alice1", "alice2", "bob1")] == [1, 2, 3]
+    assert await claimed(jobs) == ["alice1", "alice2", "bob1"]
+
+
 async def test_what_rests_does_not_hold_up_what_is_behind_it(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a", "b", "c")
     await world.claim(jobs)
