@@ -12,7 +12,11 @@ for i = behind, #ARGV, 2 do
     local job = load(ARGV[i])
     if holds(job, ARGV[i + 1]) then
         -- Claiming what one has already, with JUSTID, does nothing but set its time to now.
-        redis.call('XCLAIM', job.stream, GROUP, job.worker, 0, job.entry, 'JUSTID')
+        local kept = redis.pcall('XCLAIM', job.stream, GROUP, job.worker, 0, job.entry, 'JUSTID')
+        if kept.err or #kept == 0 then -- its stream was deleted by hand
+            set(job, {stream = '', entry = ''})
+            take(job, job.worker)
+        end
     else
         lost[#lost + 1] = ARGV[i]
     end

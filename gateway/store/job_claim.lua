@@ -66,34 +66,6 @@ local function next_id()
     return first, its_lane
 end
 
-local function put_into_stream(job)
-    local stream = key('left', job.priority, job.lane)
-    if redis.call('EXISTS', stream) == 0 then
-        redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
-    end
-    set(job, {stream = stream, entry = redis.call('XADD', stream, '*', 'job', job.id)})
-end
-
--- Has a stream hand out a job. Returns whether it did.
-local function take(job)
-    if job.entry == '' then
-        put_into_stream(job)
-    end
-    local read = redis.pcall('XREADGROUP', 'GROUP', GROUP, worker, 'COUNT', 1, 'STREAMS', job.stream, '>')
-    local entry = read and not read.err and read[1] and read[1][2][1][1]
-    if entry == job.entry then
-        return true
-    end
-    -- Somebody else has written to the stream: the order beside it counts.
-    if entry then
-        drop_entry(job.stream, entry)
-    else
-        redis.pcall('XDEL', job.stream, job.entry)
-        set(job, {stream = '', entry = ''})
-    end
-    return false
-end
-
 insist(TAG)
 sweep()
 local last_token, last_id = string.match(redis.call('GET', key('claimed', worker)) or '', '^(%S+) (%S+)$')
@@ -123,7 +95,7 @@ for _ = 1, SWEPT_MAX do
         expire(job)
     elseif tonumber(job.failures) >= tonumber(attempts_max) then
         poison(job)
-    elseif take(job) then
+    elseif take(job, worker) then
         note_turn(job)
         unqueue(job)
         redis.call('HINCRBY', key('running'), job.lane, 1)

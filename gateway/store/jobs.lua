@@ -248,6 +248,34 @@ local function drop_entry(stream, entry)
     redis.call('XDEL', stream, entry)
 end
 
+local function put_into_stream(job)
+    local stream = key('left', job.priority, job.lane)
+    if redis.call('EXISTS', stream) == 0 then
+        redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
+    end
+    set(job, {stream = stream, entry = redis.call('XADD', stream, '*', 'job', job.id)})
+end
+
+-- Has a stream hand out a job to a worker. Returns whether it did.
+local function take(job, worker)
+    if job.entry == '' then
+        put_into_stream(job)
+    end
+    local read = redis.pcall('XREADGROUP', 'GROUP', GROUP, worker, 'COUNT', 1, 'STREAMS', job.stream, '>')
+    local entry = read and not read.err and read[1] and read[1][2][1][1]
+    if entry == job.entry then
+        return true
+    end
+    -- Somebody else has written to the stream: the order beside it counts.
+    if entry then
+        drop_entry(job.stream, entry)
+    else
+        redis.pcall('XDEL', job.stream, job.entry)
+        set(job, {stream = '', entry = ''})
+    end
+    return false
+end
+
 -- Removes a queued job from its lane's order.
 local function unqueue(job)
     for _, name in ipairs({'waiting', 'resting', 'ages'}) do

@@ -1139,6 +1139,28 @@ async def test_a_stream_that_was_deleted_or_written_to_is_put_right(world: JobWo
     assert await world.redis.xlen(stream) == 3
 
 
+@pytest.mark.parametrize("is_made_again", [False, True])
+async def test_jobs_whose_stream_was_deleted_are_kept_by_beats_and_taken_over(
+    world: JobWorld, jobs: Jobs, is_made_again: bool
+) -> None:
+    await world.submit(jobs, "a", "b", "c")
+    await world.claim(jobs)
+    await world.claim(jobs)
+    (stream,) = await world.streams()
+    await world.redis.delete(stream)
+    if is_made_again:
+        await world.claim(jobs)
+    assert await jobs.beat("w", [jobs.held("a"), jobs.held("b")], NO_MODELS) == []
+    assert (await world.redis.xpending(stream, "workers"))["pending"] == 2 + is_made_again
+    await world.lose_worker_of("a")
+    await jobs.beat("another", [jobs.held("b")], NO_MODELS)
+    assert [(await get(jobs, id)).status for id in "ab"] == [JobStatus.QUEUED, JobStatus.IN_PROGRESS]
+    assert await jobs.finish(*jobs.held("b"), JobStatus.COMPLETED)
+    for id in "ac":
+        await jobs.cancel(id)
+    assert not await world.streams()
+
+
 async def test_a_job_that_was_deleted_by_hand_holds_nobody_up(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a", "b")
     await world.redis.delete(world.key("job", "a"))
