@@ -79,7 +79,8 @@ class ChatReplay:
     Attributes:
         chunks: Number of chunks processed.
         has_spoken: Whether anything was sent.
-        is_broken: Whether the answer started over after something was sent: nothing more is returned.
+        is_broken: Whether the answer started over, or must, after something was sent: nothing more is
+            returned.
     """
 
     def __init__(self, job: Job, *, include_usage: bool, decode: Callable[[bytes], Any] = json.loads) -> None:
@@ -99,7 +100,12 @@ class ChatReplay:
             self.is_broken = True
         if self.is_broken:
             return b""
-        data = b"".join(self._shown(event) for event in events(current(chunks), self._decode))
+        try:
+            data = b"".join([self._shown(event) for event in events(current(chunks), self._decode)])
+        except (ValueError, TypeError, AttributeError, RecursionError):  # its worker starts it over
+            self.is_broken = self.has_spoken
+            self._roles.clear()
+            return b""
         self.has_spoken = self.has_spoken or bool(data)
         return data
 

@@ -33,6 +33,7 @@ from gateway.core.errors import (
     GatewayError,
     ShedError,
     StoreUnavailable,
+    UpstreamFailed,
     let_go,
 )
 from gateway.core.job_answers import AnswerSoFar, answer_so_far, choices, continuation
@@ -397,7 +398,10 @@ class Worker:
         job = claim.job
         match failure:
             case None:
-                await self._finish(claim, (await self._answer_so_far(job)).status)
+                if (stored := await self._answer_so_far(job)) is not None:
+                    await self._finish(claim, stored.status)
+                else:
+                    await self._conclude(claim, UpstreamFailed("The backend sent an invalid event."))
             case BackendRejected():
                 await self._finish(claim, JobStatus.FAILED, _error_of(failure))
             case CallerError():
@@ -415,11 +419,15 @@ class Worker:
 
     # ------------------------------------------------------------ reporting to the store
 
-    async def _answer_so_far(self, job: Job) -> AnswerSoFar:
+    async def _answer_so_far(self, job: Job) -> AnswerSoFar | None:
+        """Return the stored part of a job's answer; None if it has an invalid event, so must start over."""
         chunks = await _until_answered(lambda: self._store.all_chunks(job.id))
         body = job.new.body
         size = len(body) + size_of(chunks)
-        return await decoded(size, lambda: answer_so_far(chunks, choices(body)))
+        try:
+            return await decoded(size, lambda: answer_so_far(chunks, choices(body)))
+        except (ValueError, TypeError, AttributeError, RecursionError):  # relayed without parsing it
+            return None
 
     async def _finish(self, claim: _Claim, status: JobStatus, error: JobError | None = None) -> None:
         job = claim.job

@@ -137,6 +137,17 @@ def test_an_answer_that_begins_anew_breaks_a_stream_that_has_spoken() -> None:
     assert told == [(True, False, 1), (False, True, 3), (False, True, 4)]
 
 
+@pytest.mark.parametrize("bad", [b"data: {\n\n", b"data: []\n\n", b'data: {"choices": [1]}\n\n'])
+def test_an_answer_with_an_invalid_event_breaks_a_stream_that_has_spoken(bad: bytes) -> None:
+    replay = ChatReplay(job(), include_usage=False)
+    assert replay.tell(chunks(event(role="assistant") + bad)) == b""
+    assert not replay.is_broken
+    told = replay.tell(chunks(event(role="assistant"), event(content="It is 41"), restarts=0))
+    assert deltas(told) == [{"role": "assistant"}, {"content": "It is 41"}]
+    assert replay.tell(chunks(bad)) == b""
+    assert replay.is_broken
+
+
 def test_what_was_void_before_anything_was_sent_is_not_shown() -> None:
     replay = ChatReplay(job(), include_usage=False)
 

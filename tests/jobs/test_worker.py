@@ -930,6 +930,33 @@ async def test_a_continuation_may_be_as_long_as_the_answer_has_tokens_left(world
     assert second.body["max_tokens"] == 17
 
 
+@pytest.mark.parametrize(
+    "bad", [b"{", b"[]", b'{"choices": ["x"]}', b'{"choices": [{"delta": {"content": 1}}]}']
+)
+@pytest.mark.parametrize(("times", "code"), [(1, None), (3, "job_poisoned")])
+async def test_an_answer_with_an_invalid_event_begins_anew(
+    world: JobWorld, caplog: pytest.LogCaptureFixture, bad: bytes, times: int, code: str | None
+) -> None:
+    store, backend = world.open(), Backend()
+
+    async def run(incoming: Incoming, downstream: Downstream, *, on_admitted: Callable[[], None]) -> None:
+        if len(backend.asked) < times:
+            await downstream.send(b"data: " + bad + b"\n\n")
+        await Backend.run(backend, incoming, downstream, on_admitted=on_admitted)
+
+    await submit(store, "a")
+    worker = Worker(store, "w", read, run, RULES, serves, tokens_of)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(worker.run)
+        job = await ended(store, "a")
+        tasks.cancel_scope.cancel()
+    assert ((job.error.code if job.error else None), job.failures) == (code, times)
+    assert [asked.so_far for asked in backend.asked] == [""] * (times if code else times + 1)
+    if code is None:
+        assert await content(store, "a") == ANSWER
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 async def test_what_an_answer_has_thought_counts_as_part_of_its_length(world: JobWorld) -> None:
     store, backend = world.open(), Backend()
     body = json.dumps({**json.loads(BODY), "max_completion_tokens": 20}).encode()
