@@ -188,19 +188,11 @@ class Worker:
         """
         self.is_draining = True
         self._is_needed = is_needed
-        if not is_needed():
-            self._return_unbegun()
         self._room.set()
 
     async def wait_idle(self) -> None:
         """Wait until no jobs are left, after `drain`; `run` must be running."""
         await self._idle.wait()
-
-    def _return_unbegun(self) -> None:
-        for claim in self._claims.values():
-            if not claim.has_begun:
-                claim.is_returned = True
-                claim.scope.cancel()
 
     # ------------------------------------------------------------ claiming
 
@@ -209,7 +201,10 @@ class Worker:
         self._room = anyio.Event()  # before the look, so that no room is missed that comes during it
         is_leaving = self.is_draining and not self._is_needed()
         if is_leaving:
-            self._return_unbegun()
+            for claim in self._claims.values():
+                if not claim.has_begun:
+                    claim.is_returned = True
+                    claim.scope.cancel()
             if not self._claims:
                 self._idle.set()
         if is_leaving or len(self._claims) >= self._rules.running_max:
@@ -381,10 +376,7 @@ class Worker:
                     let_go(error)
                     failure = error
                 except CallerStalled:
-                    if not (record.is_lost or record.has_gap):
-                        failure = StoreUnavailable(
-                            "The store was unavailable for too long to save the answer."
-                        )
+                    failure = StoreUnavailable("The store was unavailable for too long to save the answer.")
                 tasks.cancel_scope.cancel()
             await record.write_all()
         finally:
@@ -392,7 +384,7 @@ class Worker:
                 await record.write_all()
         if record.is_lost:
             raise JobLost
-        return record.chunks, failure or record.error
+        return record.chunks, record.error or failure
 
     async def _conclude(self, claim: _Claim, failure: GatewayError | None) -> None:
         job = claim.job

@@ -347,9 +347,10 @@ async def test_a_worker_that_is_stopped_gives_its_job_back_and_another_goes_on(w
     here, there = world.open(), world.open()
     first, second = Backend(Held(3)), Backend()
     await submit(here, "a")
-    async with working(here, first, "first"):
+    async with working(here, first, "first") as worker:
         await until_stored(there, "a", "".join(WORDS[:3]))
-    job = await there.get("a")
+        await worker.stop()
+        job = await there.get("a")
     assert job is not None
     assert (job.status, job.attempt, job.failures, job.retry_at) == (JobStatus.QUEUED, 1, 0, 0)
 
@@ -359,6 +360,51 @@ async def test_a_worker_that_is_stopped_gives_its_job_back_and_another_goes_on(w
     assert [asked.so_far for asked in second.asked] == ["".join(WORDS[:3])]
     assert first.said + second.said == {f"a {number}": 1 for number in range(len(WORDS))}
     assert await content(there, "a") == ANSWER
+
+
+async def test_a_worker_that_is_stopped_writes_what_it_has_received(
+    world: JobWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(RedisJobs):
+        async def append(self, job_id: str, claim: str, chunk: Chunk) -> bool:
+            await world.redis.ping()
+            return await super().append(job_id, claim, chunk)
+
+        async def give_back(self, job_id: str, claim: str, **options: Any) -> bool:
+            await world.redis.ping()
+            return await super().give_back(job_id, claim, **options)
+
+    monkeypatch.setattr("gateway.jobs.record.CHUNK_S", 1000.0)
+    store, backend = Slow(world.url, prefix=world.prefix, command_s=10.0), Backend(Held(3))
+    await submit(store, "a")
+    async with working(store, backend) as worker:
+        with anyio.fail_after(WITHIN_S):
+            while not backend.said["a 2"]:
+                await anyio.lowlevel.checkpoint()
+        await worker.stop()
+    job = await store.get("a")
+    assert job is not None and job.status is JobStatus.QUEUED
+    assert await content(store, "a") == "".join(WORDS[:3])
+    await store.aclose()
+
+
+async def test_a_job_that_was_lost_as_it_ended_has_not_ended_here(world: JobWorld) -> None:
+    store, ends = world.open(), list[AttemptEnd]()
+
+    async def before(asked: Asked, number: int) -> None:
+        if number == AFTER_END and asked.job.attempt == 1:
+            await until_stored(store, "a", ANSWER, is_whole=True)
+            await store.cancel("a")
+
+    await submit(store, "a")
+    worker = Worker(store, "w", read, Backend(before).run, RULES, serves, tokens_of, on_attempt=ends.append)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(worker.run)  # without messages: it hears of the loss as it ends
+        with anyio.fail_after(WITHIN_S):
+            while not ends:
+                await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+    assert [end.outcome for end in ends] == [AttemptOutcome.LOST]
 
 
 @pytest.mark.parametrize(
@@ -539,21 +585,33 @@ async def test_a_worker_that_drains_finishes_what_has_begun_and_gives_back_the_r
             await anyio.sleep_forever()
 
     await submit(store, *"abcd")
-    async with working(store, Backend(before), on_attempt=ends.append) as worker:
+    rules = replace(RULES, look_s=1000.0)  # it is woken
+    async with working(store, Backend(before), rules=rules, on_attempt=ends.append) as worker:
         await until_stored(store, "a", "".join(WORDS[:3]))
         with anyio.fail_after(WITHIN_S):
             while worker.running < 1 + RULES.ahead_max:
                 await anyio.lowlevel.checkpoint()
         worker.drain()
+        is_idle = False
+
+        async def idle() -> None:
+            nonlocal is_idle
+            await worker.wait_idle()
+            is_idle = True
+
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(worker.wait_idle)
+            tasks.start_soon(idle)
             with anyio.fail_after(WITHIN_S):
                 while worker.running > 1:
                     await anyio.lowlevel.checkpoint()
+            for _ in range(100):  # it looks again and again
+                await world.redis.ping()
+            assert not is_idle
             held.go()
             with anyio.fail_after(WITHIN_S):
-                while worker.running:
+                while not is_idle:
                     await anyio.lowlevel.checkpoint()
+        assert worker.running == 0
     jobs = {id: await store.get(id) for id in "abcd"}
     assert {id: (job.status.value, job.attempt, job.failures) for id, job in jobs.items() if job} == {
         "a": ("completed", 1, 0),
@@ -564,6 +622,27 @@ async def test_a_worker_that_drains_finishes_what_has_begun_and_gives_back_the_r
     outcomes = {end.job.id: end.outcome for end in ends}
     returned = AttemptOutcome.RETURNED
     assert outcomes == {"a": AttemptOutcome.ENDED, "b": returned, "c": returned}
+
+
+async def test_a_worker_that_drains_takes_jobs_as_long_as_callers_wait_for_them(world: JobWorld) -> None:
+    rules, needs = replace(RULES, look_s=1000.0), True  # it is woken
+    store, held = world.open(), Held(3)
+    await submit(store, "a")
+    async with working(store, Backend(held), rules=rules) as worker:
+        worker.drain(lambda: needs)
+        await until_stored(store, "a", "".join(WORDS[:3]))
+        await submit(store, "b")
+        await until_stored(store, "b", "".join(WORDS[:3]))
+        needs = False
+        held.go()
+        assert {(await ended(store, id)).attempt for id in "ab"} == {1}
+        with anyio.fail_after(WITHIN_S):
+            await worker.wait_idle()
+        await submit(store, "c")
+        for _ in range(100):
+            await world.redis.ping()
+        job = await store.get("c")
+        assert job is not None and job.status is JobStatus.QUEUED
 
 
 # ------------------------------------------------------------------ the store stops
@@ -899,11 +978,16 @@ async def test_a_configuration_that_is_given_up_is_not_waited_for(world: JobWorl
     [BackendRejected("No such thing.", status=400, code="invalid_request"), ContextExceeded("Too long.")],
     ids=["by-the-engine", "by-the-gateway"],
 )
+@pytest.mark.parametrize("is_late", [False, True], ids=["at-once", "after-a-word"])
 async def test_an_answer_whose_continuation_is_refused_begins_anew(
-    world: JobWorld, error: GatewayError
+    world: JobWorld, error: GatewayError, is_late: bool
 ) -> None:
     class Refusing(Backend):
         async def run(self, incoming: Incoming, downstream: Downstream, **more: Any) -> None:
+            if cast("Asked", incoming).so_far and is_late:
+                await downstream.send(event(content="and "))
+                await downstream.fail(error, error.code)
+                return
             if cast("Asked", incoming).so_far:
                 raise error
             await super().run(incoming, downstream, **more)
@@ -1013,6 +1097,7 @@ async def test_every_attempt_is_told_of(
         for end in ends
     ] == told
     assert all(0 <= end.waited_s <= end.lasted_s for end in ends)
+    assert all(0 <= end.took_s < WITHIN_S for end in ends)
     assert [end.job.attempt for end in ends] == list(range(1, len(told) + 1))
     assert job.status is not JobStatus.QUEUED
 
