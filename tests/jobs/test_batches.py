@@ -6,7 +6,7 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from support.redis_server import legs, own_server
 from gateway.core import batches
 from gateway.core.batches import Batch, BatchClaim, BatchLine, BatchSnapshot, BatchStatus
 from gateway.core.errors import AtCapacity, ModelNotFound, StoreUnavailable
-from gateway.core.jobs import Chunk, JobError, JobPriority, JobStatus, NewJob
+from gateway.core.jobs import Chunk, Job, JobError, JobPriority, JobStatus, NewJob
 from gateway.jobs import BatchRules, BatchRunner
 from gateway.store.batches import RedisBatches
 from gateway.store.files import RedisFiles
@@ -179,11 +179,20 @@ async def test_every_line_gets_its_own_answer_and_few_are_jobs_at_once(
 
 
 async def test_a_runner_that_is_full_takes_the_next_batch_when_one_is_over(world: BatchWorld) -> None:
-    for id in ("batch_1", "batch_2"):
+    ids = [f"batch_{number}" for number in range(4)]
+    for id in ids:
         await make(world, jsonl(1), id)
-    async with working(world), running(world, rules=replace(RULES, taken_max=1)):
-        for id in ("batch_1", "batch_2"):
-            assert (await ended(world, id)).status is BatchStatus.COMPLETED
+    async with running(world, rules=replace(RULES, taken_max=2)):
+        await until(world, lambda batch: batch.total == 1, ids[1])
+        others = world.open()
+        left = [await others.take() for _ in range(3)]
+        assert [claim and claim.batch.id for claim in left] == [*ids[2:], None]
+        for claim in left[:2]:
+            assert claim is not None
+            await others.release(claim)
+        async with working(world):
+            for id in ids:
+                assert (await ended(world, id)).status is BatchStatus.COMPLETED
 
 
 async def test_what_a_job_has_become_decides_where_its_line_stands(world: BatchWorld) -> None:
@@ -237,6 +246,56 @@ async def test_a_line_that_is_nested_as_deeply_as_can_be_read_is_not_lost(
 
     assert (batch.status, batch.total) == (BatchStatus.COMPLETED, len(lines))
     assert batch.completed == batch.total
+
+
+async def test_a_store_that_does_not_answer_for_a_line_costs_no_line(world: BatchWorld) -> None:
+    asked = Counter[int]()
+
+    async def read(batch: Batch, line: BatchLine) -> NewJob:
+        asked[line.number] += 1
+        if line.number == 2 and asked[2] == 1:
+            raise StoreUnavailable("once")
+        return await read_line(batch, line)
+
+    await make(world, jsonl(3))
+    async with working(world), running(world, read):
+        batch = await ended(world)
+    assert (batch.completed, batch.failed) == (3, 0)
+
+
+async def test_a_job_that_is_tried_again_as_it_is_collected_is_waited_for(world: BatchWorld) -> None:
+    class Retried(RedisJobs):
+        loads = 0
+
+        async def load(self, job_id: str) -> Job | None:
+            self.loads += 1
+            if self.loads > 1:
+                return await super().load(job_id)
+            await self.retry(job_id)
+            job = await super().load(job_id)
+            again = await self.claim("w", [LANE], 3, "c")
+            assert again is not None
+            await self.append(again.id, again.claim, Chunk(0, again.attempt, answer_to("r1")))
+            await self.finish(again.id, again.claim, JobStatus.COMPLETED)
+            return job  # as it was a moment ago
+
+        async def all_chunks(self, job_id: str) -> Sequence[Chunk]:
+            return () if self.loads == 1 else await super().all_chunks(job_id)
+
+    await make(world, jsonl(1))
+    jobs = Retried(world.url, prefix=world.prefix, command_s=10.0)
+    runner = BatchRunner(world.open(), world.files, jobs, read_line, RULES)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(runner.run)
+        with anyio.fail_after(WITHIN_S):
+            while (job := await jobs.claim("w", [LANE], 3, "c")) is None:
+                await anyio.lowlevel.checkpoint()
+        await jobs.finish(job.id, job.claim, JobStatus.FAILED, JobError("job_poisoned", "It was given up."))
+        batch = await ended(world)
+        await runner.stop()
+    (line,) = await world.lines(batch.output_file_id)
+    assert line["response"]["body"]["choices"][0]["message"]["content"] == "r1"
+    await jobs.aclose()
 
 
 async def test_a_fleet_that_cannot_say_now_is_asked_again(world: BatchWorld) -> None:
@@ -595,11 +654,18 @@ async def test_a_store_that_has_lost_the_last_steps_costs_no_line(world: BatchWo
 
 
 async def test_a_runner_that_is_stopped_lets_its_batches_go(world: BatchWorld) -> None:
+    class Slow(RedisBatches):
+        async def release(self, claim: BatchClaim) -> None:
+            await world.redis.ping()
+            await super().release(claim)
+
     await make(world, jsonl(20))
-    async with running(world):
-        await until(world, lambda batch: batch.total == 20)
     batches = world.open()
-    claim = await batches.take()
+    slow = Slow(world.url, prefix=world.prefix, command_s=10.0, lease_s=LONG_S)
+    async with running(world, batches=slow) as runner:
+        await until(world, lambda batch: batch.total == 20)
+        await runner.stop()
+        claim = await batches.take()
     assert claim is not None
     assert claim.number == RULES.queued_max
     # However long nobody is there to collect it, a result outlasts the batch.
@@ -607,6 +673,7 @@ async def test_a_runner_that_is_stopped_lets_its_batches_go(world: BatchWorld) -
         job = await world.jobs.load(line.job_id)
         assert job is not None and job.new.expires_s is not None
         assert job.new.keep_s == pytest.approx(job.new.expires_s + RULES.keep_s, abs=0.01)
+    await slow.aclose()
 
 
 async def test_a_store_that_does_not_answer_once_does_not_cost_a_lease(world: BatchWorld) -> None:
