@@ -222,6 +222,21 @@ async def test_what_a_job_has_become_decides_where_its_line_stands(world: BatchW
     assert (batch.completed, batch.failed) == (2, 4)
 
 
+async def test_a_line_whose_job_was_cancelled_or_is_gone_says_so(world: BatchWorld) -> None:
+    await make(world, jsonl(2))
+    batches = world.open()
+    async with running(world):
+        with anyio.fail_after(WITHIN_S):
+            while len(lines := await batches.running("batch_1")) < 2:
+                await anyio.lowlevel.checkpoint()
+        first, second = sorted(lines, key=lambda line: line.number)
+        await world.jobs.cancel(first.job_id)
+        await world.jobs.delete(second.job_id)
+        batch = await ended(world)
+    told = {line["custom_id"]: line["error"]["code"] for line in await world.lines(batch.error_file_id)}
+    assert told == {"r1": "request_cancelled", "r2": "request_lost"}
+
+
 async def test_a_line_that_is_nested_as_deeply_as_can_be_read_is_not_lost(
     world: BatchWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
