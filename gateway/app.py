@@ -21,6 +21,7 @@ from anyio.abc import TaskGroup
 
 from gateway import memory, parts
 from gateway.clock import SystemClock
+from gateway.cohort import Cohort
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import ConfigError
@@ -138,7 +139,8 @@ class Gateway:
             on_sample=self._backend_sampled,
             on_stale=self._backend_unsampled,
         )
-        self.upstream = DirectUpstream(backends.values(), secrets=secrets, tls=tls)
+        cohort = Cohort()
+        self.upstream = DirectUpstream(backends.values(), secrets=secrets, tls=tls, cohort=cohort)
         self.estimator = open_estimator(settings.vocab)
         parts.say_how_it_counts(self.estimator)
         line, self.counts, self.drift = WaitingLine(), CountTracker(), DriftTracker()
@@ -208,6 +210,7 @@ class Gateway:
             recorder=recorder,
             clock=self.clock,
             objections=self.boxes.objections,
+            cohort=cohort,
         )
         digests = settings.key_digests(environ) or {}
         self.keys = KeyRing(digests)

@@ -48,6 +48,10 @@ class DirectProtocol(GuardedProtocol):
         self._task: CallTask | None = None  # answers all calls of this connection
         self._idle_since = 0.0  # when the last answer was complete
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Accept a connection, whose answers are written together with others'."""
+        super().connection_made(self._chats.cohort.coalesce(transport, self.loop))
+
     def data_received(self, data: bytes) -> None:
         """Process received bytes. An incomplete body must be completed within a time limit."""
         if self._template is not None and self._is_repeated(data, self._template):
@@ -152,6 +156,7 @@ class DirectProtocol(GuardedProtocol):
         """Answer a call in a task, which the server cancels at shutdown at the latest."""
         if self._task is None:
             self._task = CallTask(self.loop, self.tasks)
+        self._chats.cohort.size += 1
         self._task.answer(call)
 
     def receive_no_more(self) -> None:

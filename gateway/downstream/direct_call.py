@@ -14,6 +14,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from uvicorn.server import ServerState
 
+from gateway.cohort import Cohort
 from gateway.core.errors import OutOfResources
 from gateway.downstream.body_receiver import BodyReceiver
 from gateway.downstream.origins import Origins
@@ -39,11 +40,13 @@ class Chats(Protocol):
         limits: Limits on request bodies.
         uploads: The bodies being received.
         origins: The origins whose web pages may call.
+        cohort: The requests being served.
     """
 
     limits: BodyLimits
     uploads: Uploads
     origins: Origins
+    cohort: Cohort
 
     def head(self, headers: Headers) -> Head:
         """Validate a request by its head, before its body is read.
@@ -104,15 +107,15 @@ class _StreamedAnswer:
     def __init__(
         self,
         call: "DirectCall",
-        transport: asyncio.Transport,
+        write: Callable[[bytes], None],
         flow: FlowControl,
         response: UpstreamResponse,
         transform: StreamTransform,
         frame: Callable[[bytes], bytes],
     ) -> None:
-        """Write the output of `transform` for `response`, framed by `frame`."""
+        """Pass the output of `transform` for `response`, framed by `frame`, to `write`."""
         self._call = call
-        self._write = transport.write
+        self._write = write
         self._flow = flow
         self._response = response
         self._transform = transform
@@ -268,6 +271,7 @@ class DirectCall(HttpDownstream):
     async def answer(self) -> None:
         """Answer the request; close the connection if the answer remains incomplete."""
         self._chats.uploads.calls -= 1
+        self._chats.cohort.size -= 1  # it counts itself from here on
         try:
             await self._chats.chat(self)
         except Exception:
@@ -341,9 +345,8 @@ class DirectCall(HttpDownstream):
 
         self._write_head()
         frame = _chunk if self._is_chunked else bytes
-        streamed = self._streamed = _StreamedAnswer(
-            self, self._transport, self._flow, response, transform, frame
-        )
+        write = self._chats.cohort.at_once(self._transport)
+        streamed = self._streamed = _StreamedAnswer(self, write, self._flow, response, transform, frame)
         try:
             await response.stream_to(streamed.take, streamed.take_chunk if self._is_chunked else None)
         finally:

@@ -138,7 +138,7 @@ class Applications:
         self._chats: Read = partial(self._idempotency.read, read=relayed.read)
         if self._chat_jobs is not None:
             self._chats = partial(self._read_chat, self._chat_jobs, relayed)
-        self.chats = ServedChats(self.serving, self._chats, origins)
+        self.chats = ServedChats(self.serving, self._chats, origins, pipeline.cohort)
 
     @property
     def waiting_in_place(self) -> int:

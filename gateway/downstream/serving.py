@@ -9,6 +9,7 @@ from functools import partial
 import anyio
 from litestar.types import Send
 
+from gateway.cohort import Cohort
 from gateway.core.errors import CallerError, Draining, GatewayError, let_go
 from gateway.core.trace import Trace
 from gateway.core.usage import Ending
@@ -258,11 +259,12 @@ class Relayed:
 class ServedChats:
     """`direct_call.Chats`."""
 
-    def __init__(self, serving: Serving, read: Read, origins: Origins) -> None:
+    def __init__(self, serving: Serving, read: Read, origins: Origins, cohort: Cohort) -> None:
         """Serve chats as `read` parses them, for web pages of `origins` too."""
         self.limits = serving.limits
         self.uploads = serving.uploads
         self.origins = origins
+        self.cohort = cohort
         self.head = serving.head
         self.head_again = serving.head_again
         self.chat = partial(serving.serve, Endpoint.CHAT.value, read)

@@ -15,6 +15,7 @@ from types import MappingProxyType
 import anyio
 from anyio.abc import TaskGroup
 
+from gateway.cohort import Cohort
 from gateway.core import classification, deciding, retry
 from gateway.core.admission import WHOLE
 from gateway.core.blame import Blame
@@ -99,6 +100,7 @@ class Pipeline:
         room: Where requests queue. Its `run` must be running while requests are served.
         watch: Per-backend measurements. Its `run` must be running too.
         first_tokens: Predicts first tokens that cannot be observed. Its `run` must be running too.
+        cohort: All requests that run.
     """
 
     def __init__(
@@ -117,11 +119,13 @@ class Pipeline:
         recorder: Recorder,
         clock: Clock,
         objections: Callable[[], Mapping[str, Objection]] = dict,
+        cohort: Cohort | None = None,
     ) -> None:
         """Wire up the ports.
 
         `policy` returns the current policy; a request keeps the policy it started with. `objections` returns,
         for backends whose machine is shared by several models, why a backend is not serving at the moment.
+        `cohort` is the one that `upstream` writes for.
         """
         self._policy = policy
         self._estimator = estimator
@@ -140,6 +144,7 @@ class Pipeline:
         self._newest = policy()
         self._members_of: dict[tuple[str, ...], Mapping[str, Backend]] = {}  # by pools, for the newest policy
         self._backends: Mapping[str, Backend] = self._newest.backends
+        self.cohort = Cohort() if cohort is None else cohort
         self.watch = watch
         self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock)
         watch.on_share_raised(self.room.look)
@@ -167,14 +172,16 @@ class Pipeline:
             CallerStalled, OSError: the caller is gone or no longer reads; close its connection.
         """
         context = RequestContext(incoming, downstream, self._policy(), on_admitted)
+        self.cohort.size += 1
         try:
-            await _let_others_catch_up()
+            await self.cohort.catch_up()
             ticket = await self._decide(context, estimate)
             silent_s = ticket.traffic_class.waiting.keep_alive_after_s
             if silent_s is None or not incoming.request.stream:
                 await self._place(context, ticket)
             else:
                 await self._place_with_comments(context, ticket, ticket.arrived_at + silent_s)
+            await self.cohort.catch_up()
         except GatewayError as error:
             context.status, context.error_code = error.status, error.code
             context.ending = _ending_of(error)
@@ -189,6 +196,7 @@ class Pipeline:
             context.status, context.error_code = context.status or kind.status, kind.code
             raise
         finally:
+            self.cohort.size -= 1
             self._judge(context)
             self._recorder.finished(context.record(self._clock.now()))
 
@@ -379,7 +387,7 @@ class Pipeline:
             context.admitted(self._clock.now())
             ticket = self._waited(ticket, entered_at)
             try:
-                await _let_others_catch_up()
+                await self.cohort.catch_up()
                 await self._try(context, ticket, candidate, slot)
             except UpstreamError as error:
                 let_go(error)
@@ -413,7 +421,7 @@ class Pipeline:
         model = deciding.model_of(policy, request.model)
         if estimate is None:
             estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
-            await _let_others_catch_up()
+            await self.cohort.catch_up()
         context.estimated_at = self._clock.now()
         in_force = self._policy()
         if in_force is not policy:  # it changed while tokens were counted
@@ -621,16 +629,6 @@ class Pipeline:
 
 
 _UNKNOWN = BackendStatus()
-
-
-async def _let_others_catch_up() -> None:
-    """Let all requests that are ready come as far as this one.
-
-    A request's code and data do not fit into a core's caches. Where many are ready, each stage is fetched
-    once for all of them instead of once for each: cohort scheduling (Larus and Parkes, 2002). The figures are
-    in docs/performance.md#what-was-tried.
-    """
-    await asyncio.sleep(0)
 
 
 def _ending_of(error: GatewayError) -> Ending:

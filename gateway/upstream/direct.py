@@ -13,11 +13,11 @@ gateway.
 import asyncio
 import errno
 import ssl
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from itertools import chain
 from math import inf
 from time import monotonic
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
@@ -25,6 +25,7 @@ import anyio.lowlevel
 import httptools
 
 from gateway import __version__, tcp
+from gateway.cohort import Cohort
 from gateway.core.errors import (
     OutOfResources,
     UpstreamFailed,
@@ -33,7 +34,7 @@ from gateway.core.errors import (
     UpstreamUnreachable,
 )
 from gateway.core.event_template import TOKEN_BYTES_MAX
-from gateway.core.values import Timeouts
+from gateway.core.values import Backend, Timeouts
 from gateway.ports import TakeChunk, Target, UpstreamResponse
 from gateway.upstream import backend_clients
 from gateway.upstream.backend_clients import BackendClient, BackendClients
@@ -77,8 +78,20 @@ _USER_AGENT = f"gemma-gateway/{__version__}".encode()
 class DirectUpstream(BackendClients["DirectClient"]):
     """`ports.Upstream`."""
 
+    def __init__(
+        self,
+        backends: Iterable[Backend],
+        *,
+        secrets: Mapping[str, str],
+        tls: Mapping[str, ssl.SSLContext | bool],
+        cohort: Cohort | None = None,
+    ) -> None:
+        """Prepare a client per backend. What the requests of `cohort` send is written together."""
+        self._cohort = Cohort() if cohort is None else cohort
+        super().__init__(backends, secrets=secrets, tls=tls)
+
     def _new_client(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> "DirectClient":
-        return DirectClient(url, secret, verify)
+        return DirectClient(url, secret, verify, self._cohort)
 
     def open(self, target: Target, timeouts: Timeouts) -> "_Call":
         """See `ports.Upstream.open`."""
@@ -136,8 +149,15 @@ class _Call:
 class DirectClient(BackendClient):
     """The connections to one backend."""
 
-    def __init__(self, url: str, secret: str | None, verify: ssl.SSLContext | bool) -> None:
+    def __init__(
+        self,
+        url: str,
+        secret: str | None,
+        verify: ssl.SSLContext | bool,
+        cohort: Cohort | None = None,
+    ) -> None:
         super().__init__(url, secret, verify)
+        self._cohort = Cohort() if cohort is None else cohort
         address = urlsplit(url)
         self._is_tls = address.scheme == "https"
         self._host = address.hostname or ""
@@ -298,7 +318,7 @@ class DirectClient(BackendClient):
         try:
             with anyio.fail_after(connect_s):
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(loop),
+                    lambda: _Connection(loop, self._cohort),
                     self._host,
                     self._port,
                     ssl=self._tls(),
@@ -335,8 +355,9 @@ class _Stale(Exception):
 class _Connection(asyncio.Protocol):
     """One connection, and the answer that arrives on it: `ports.UpstreamResponse`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, cohort: Cohort) -> None:
         self._loop = loop
+        self._cohort = cohort
         self._transport: asyncio.Transport
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
@@ -477,7 +498,7 @@ class _Connection(asyncio.Protocol):
     # ------------------------------------------------------------ called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is not a subclass
+        self._transport = self._cohort.coalesce(transport, self._loop)
         for option in tcp.KEEPALIVE:
             transport.get_extra_info("socket").setsockopt(*option)
 
@@ -643,15 +664,19 @@ class _Connection(asyncio.Protocol):
 
     async def _news(self) -> None:
         """Wait until data arrives or the connection is lost."""
-        self._awaited = self._loop.create_future()
+        awaited = self._awaited = self._loop.create_future()
+        self._cohort.size -= 1
         try:
-            await self._awaited
+            await awaited
         finally:
             self._awaited = None
+            if awaited.cancelled():
+                self._cohort.size += 1
 
     def _wake(self) -> None:
         if self._awaited is not None and not self._awaited.done():
             self._awaited.set_result(None)
+            self._cohort.size += 1
 
     async def _written(self) -> None:
         """Wait while the request is being written: for news, or for `WRITE_S`.

@@ -27,6 +27,7 @@ from support.loops import on_both_loops
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, answer_of, chunk
 from support.world import DONE, HELLO, LIGHT, ROLE, STOP, WHOLE, Estimates, event
 
+from gateway.cohort import Cohort
 from gateway.core.usage import Ending
 from gateway.core.values import Waiting
 from gateway.downstream import guard, wire
@@ -1489,6 +1490,7 @@ async def answering(way: str, answer: Callable[[HttpDownstream], Awaitable[None]
         limits = BodyLimits()
         uploads = Uploads()
         origins = Origins()
+        cohort = Cohort()
 
         def head(self, headers: Headers) -> Head:
             return Head({}, None)

@@ -15,6 +15,7 @@ import msgspec
 from anyio.abc import SocketStream
 
 from gateway.clock import SystemClock
+from gateway.cohort import Cohort
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.health import BackendStatus, State
@@ -63,6 +64,7 @@ class Watched:
         self.limits = applications.serving.limits
         self.uploads: Uploads = applications.serving.uploads
         self.origins = applications.chats.origins
+        self.cohort = applications.chats.cohort
 
     def head(self, headers: Headers) -> Head:
         return self._applications.chats.head(headers)
@@ -138,8 +140,13 @@ async def front(
     waiting: Waiting = Waiting(),  # noqa: B008 - frozen
     estimates: Estimates | None = None,
     origins: Sequence[str] = (),
+    company: int = 2,
 ) -> AsyncIterator[Front]:
-    """Serve on a free port while the block runs; whatever is in flight then is cut."""
+    """Serve on a free port while the block runs; whatever is in flight then is cut.
+
+    `company` is how many requests seem to be served besides: with others, answers are written together, and a
+    request lets the others catch up.
+    """
     notes, ledger, clock = Notes(), MemoryLedger(), SystemClock()
     estimates = estimates or Estimates()
 
@@ -152,7 +159,9 @@ async def front(
             pools={"light": Pool("light", ("b",))},
             backends={"b": Backend("b", backend.url, LIGHT)},
         )
-        upstream = DirectUpstream(policy.backends.values(), secrets={}, tls={})
+        cohort = Cohort()
+        cohort.size = company
+        upstream = DirectUpstream(policy.backends.values(), secrets={}, tls={}, cohort=cohort)
         pipeline = Pipeline(
             policy=lambda: policy,
             estimator=estimates,
@@ -166,6 +175,7 @@ async def front(
             line=WaitingLine(),
             recorder=notes,
             clock=clock,
+            cohort=cohort,
         )
         applications = Applications(
             pipeline=pipeline,
@@ -204,6 +214,7 @@ async def front(
                     await listener.wait_ended()
                     await upstream.aclose()
                 tasks.cancel_scope.cancel()
+        assert cohort.size == company  # each has left it
 
 
 # ---------------------------------------------------------------- a caller, byte by byte
