@@ -15,6 +15,7 @@ import select
 import socket
 import struct
 import sys
+from collections.abc import Callable, Sequence
 
 PORT_MAX = 65_535
 
@@ -73,8 +74,11 @@ def is_gone(transport: asyncio.BaseTransport) -> bool:
     return is_unheard
 
 
-def has_input(transport: asyncio.BaseTransport) -> bool:
-    """Return whether data, or the end of an open connection, is there for the event loop to read."""
+def input_of(transport: asyncio.BaseTransport) -> Callable[[int], Sequence[object]]:
+    """Return a function that says whether data, or the end of an open connection, is there to be read.
+
+    It takes the time to wait, in milliseconds, and returns something that is empty if there is nothing.
+    """
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
-    return bool(poll.poll(0))
+    return poll.poll

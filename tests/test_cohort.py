@@ -252,6 +252,7 @@ def test_everything_else_is_the_event_loops(run: Callable[[Scenario], None]) -> 
         successor = Connection(connection.cohort, connection.peer)
         transport.set_protocol(successor)
         assert transport.get_protocol() is successor
+        transport.set_protocol(connection)  # which is told when it is lost
         transport.close()
         assert transport.is_closing()
 

@@ -13,7 +13,7 @@ gateway.
 import asyncio
 import errno
 import ssl
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from itertools import chain
 from math import inf
 from time import monotonic
@@ -359,6 +359,7 @@ class _Connection(asyncio.Protocol):
         self._loop = loop
         self._cohort = cohort
         self._transport: asyncio.Transport
+        self._input: Callable[[int], Sequence[object]]
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
         self._buffered = 0
@@ -399,7 +400,7 @@ class _Connection(asyncio.Protocol):
             UpstreamLost, UpstreamFailed, UpstreamTimeout: as `ports.Upstream.open`.
         """
         # What has arrived on a kept connection would be taken for the answer to this request.
-        if self._is_ending() or (self._is_used and tcp.has_input(self._transport)):
+        if self._is_ending() or (self._is_used and self._input(0)):
             raise _Stale(was_sent=False)
         self._begin()
         if len(body) < APART_BYTES:
@@ -499,6 +500,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = self._cohort.coalesce(transport, self._loop)
+        self._input = tcp.input_of(transport)
         for option in tcp.KEEPALIVE:
             transport.get_extra_info("socket").setsockopt(*option)
 
