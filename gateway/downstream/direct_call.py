@@ -40,7 +40,7 @@ class Chats(Protocol):
         limits: Limits on request bodies.
         uploads: The bodies being received.
         origins: The origins whose web pages may call.
-        cohort: The requests being served.
+        cohort: The requests that are ready.
     """
 
     limits: BodyLimits

@@ -100,7 +100,7 @@ class Pipeline:
         room: Where requests queue. Its `run` must be running while requests are served.
         watch: Per-backend measurements. Its `run` must be running too.
         first_tokens: Predicts first tokens that cannot be observed. Its `run` must be running too.
-        cohort: All requests that run.
+        cohort: The requests that are ready.
     """
 
     def __init__(
