@@ -18,7 +18,7 @@ from gateway.core.errors import (
     JobPoisoned,
     ModelNotFound,
 )
-from gateway.core.job_answers import choices, current, events
+from gateway.core.job_answers import INVALID_EVENT, choices, current, events
 from gateway.core.jobs import Chunk, Job, JobStatus
 from gateway.core.naming import ModelNames
 from gateway.core.quirks import AssemblingReader
@@ -102,7 +102,7 @@ class ChatReplay:
             return b""
         try:
             data = b"".join([self._shown(event) for event in events(current(chunks), self._decode)])
-        except (ValueError, TypeError, AttributeError, RecursionError):  # its worker starts it over
+        except INVALID_EVENT:  # its worker starts it over
             self.is_broken = self.has_spoken
             self._roles.clear()
             return b""

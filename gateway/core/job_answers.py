@@ -71,6 +71,10 @@ def answer_so_far(chunks: Iterable[Chunk], choices: int = 1) -> AnswerSoFar:
     return AnswerSoFar("".join(content), calls_tools, finish_reason, "".join(thought))
 
 
+INVALID_EVENT = (ValueError, TypeError, AttributeError, RecursionError)
+"""What reading stored events raises if one is invalid: a stream is relayed without parsing all of it."""
+
+
 def events(
     chunks: Iterable[Chunk], decode: Callable[[bytes], Any] = json.loads
 ) -> Iterable[Mapping[str, Any]]:

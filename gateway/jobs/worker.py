@@ -36,7 +36,7 @@ from gateway.core.errors import (
     UpstreamFailed,
     let_go,
 )
-from gateway.core.job_answers import AnswerSoFar, answer_so_far, choices, continuation
+from gateway.core.job_answers import INVALID_EVENT, AnswerSoFar, answer_so_far, choices, continuation
 from gateway.core.jobs import (
     AfterRefusal,
     AttemptEnd,
@@ -418,7 +418,7 @@ class Worker:
         size = len(body) + size_of(chunks)
         try:
             return await decoded(size, lambda: answer_so_far(chunks, choices(body)))
-        except (ValueError, TypeError, AttributeError, RecursionError):  # relayed without parsing it
+        except INVALID_EVENT:
             return None
 
     async def _finish(self, claim: _Claim, status: JobStatus, error: JobError | None = None) -> None:
