@@ -56,10 +56,10 @@ class Cohort:
         own.write_held()
         return own.write_now
 
-    def hold(self, transport: "_Transport", data: bytes, loop: asyncio.AbstractEventLoop) -> None:
+    def hold(self, transport: "_Transport", data: bytes) -> None:
         """Write `data` to `transport` at the end of the round."""
         if not self._waiting:
-            loop.call_soon(self.write_all)
+            transport.loop.call_soon(self.write_all)
         self._waiting.append((transport, data))
 
     def write_all(self) -> None:
@@ -81,10 +81,10 @@ class _Transport:
     __slots__ = (
         "_cohort",
         "_inner",
-        "_loop",
         "get_extra_info",
         "held_bytes",
         "is_closing",
+        "loop",
         "pause_reading",
         "resume_reading",
         "set_protocol",
@@ -94,7 +94,7 @@ class _Transport:
     def __init__(self, cohort: Cohort, inner: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._cohort = cohort
         self._inner = inner
-        self._loop = loop
+        self.loop = loop
         self.held_bytes = 0
         self.write_now = inner.write
         self.get_extra_info = inner.get_extra_info
@@ -110,7 +110,7 @@ class _Transport:
         if self._cohort.size < 2 and not self.held_bytes:
             self.write_now(data)
             return
-        self._cohort.hold(self, data, self._loop)
+        self._cohort.hold(self, data)
         self.held_bytes += len(data)
         if self.held_bytes >= AT_ONCE_BYTES:
             self._cohort.write_all()

@@ -181,7 +181,8 @@ class Pipeline:
                 await self._place(context, ticket)
             else:
                 await self._place_with_comments(context, ticket, ticket.arrived_at + silent_s)
-            await self.cohort.catch_up()
+            if context.ending is Ending.COMPLETED:  # a caller that leaves meanwhile changes any other ending
+                await self.cohort.catch_up()
         except GatewayError as error:
             context.status, context.error_code = error.status, error.code
             context.ending = _ending_of(error)

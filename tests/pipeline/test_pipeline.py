@@ -872,6 +872,23 @@ async def test_a_stream_that_the_end_of_the_gateway_cuts_ends_with_an_error(worl
     assert (record.ending, record.error_code) == (Ending.BROKEN, "stream_broken")
 
 
+async def test_a_caller_that_leaves_at_the_error_of_a_broken_stream_did_not_break_it(world: World) -> None:
+    scope = anyio.CancelScope()
+
+    class Leaving(Caller):
+        async def fail(self, error: GatewayError, code: str) -> None:
+            await super().fail(error, code)
+            scope.cancel()
+
+    world.pipeline.cohort.size = 2  # so that requests wait for each other
+    world.answers(light_0=Script([ROLE + HELLO, CRASH]))
+    with scope:
+        await world.run(world.request(), Leaving())
+
+    (record,) = world.notes.requests
+    assert (record.ending, record.error_code) == (Ending.BROKEN, "stream_broken")
+
+
 async def test_a_stream_of_which_more_arrives_as_the_gateway_ends_is_cut_all_the_same(world: World) -> None:
     arrival = anyio.Event()
     world.answers(light_0=Script([ROLE + HELLO, arrival, HELLO, anyio.Event()]))
