@@ -227,6 +227,33 @@ SCRIPTS: dict[str, tuple[list[tuple[float, Event]], list[str]]] = {
         [(0, OK), (1, sample(5)), (31, sample(5)), (40, sample(5, running=0))],
         [U, U, H, P],
     ),
+    "a-hang-whose-requests-left-at-once": (
+        [(0, OK), (1, sample(5)), (31, sample(5)), *((at, sample(5, running=0)) for at in (32, 35, 36))],
+        [U, U, H, H, H, P],
+    ),
+    "a-hang-in-probation-whose-requests-left-takes-twice-as-long": (
+        [
+            *((0, OK), (1, sample(5)), (31, sample(5)), (36, sample(5, running=0)), (37, sample(5))),
+            *((66, sample(5)), *((at, sample(5, running=0)) for at in (67, 75, 76))),
+        ],
+        [U, U, H, P, P, H, H, H, P],
+    ),
+    "a-minute-of-good-health-forgives-a-hang": (
+        [
+            *((0, OK), (1, sample(5)), (31, sample(5)), (36, sample(5, running=0))),
+            *((37, SERVED), (37, SERVED), (37, SERVED), (96, sample(6)), (97, sample(7)), (127, sample(7))),
+            *((at, sample(7, running=0)) for at in (131, 132)),
+        ],
+        [U, U, H, P, P, P, U, U, U, H, H, P],
+    ),
+    "a-hang-is-not-good-health": (
+        [
+            *((0, OK), (1, sample(5)), (31, sample(5)), (36, sample(5, running=0))),
+            *((37, SERVED), (37, SERVED), (37, SERVED), (96, sample(7)), (126, sample(7))),
+            *((at, sample(7, running=0)) for at in (131, 135, 136)),
+        ],
+        [U, U, H, P, P, P, U, U, H, H, H, P],
+    ),
     "a-hang-whose-metrics-fell-silent": (
         [(0, OK), (1, sample(5)), (31, sample(5)), (60.9, OK), (61, OK)],
         [U, U, H, H, P],
@@ -436,8 +463,9 @@ def test_what_an_operator_is_told_of_a_backend() -> None:
         ((114, sample(5, kv=0.6)), "no token in 30 s with 1 running and 0 waiting"),
         ((115, sample(6, kv=0.6)), "generates again, after 1 s"),
         ((145, sample(6, kv=0.6)), "no token in 30 s with 1 running and 0 waiting"),
-        ((147, sample(6, running=0, kv=0)), "has nothing left to run, after 2 s"),
-        ((148, Attempt(Outcome.DRAINING)), "the engine is stopping"),
+        ((147, sample(6, running=0, kv=0)), "no token in 30 s with 1 running and 0 waiting"),
+        ((205, sample(6, running=0, kv=0)), "has nothing left to run, after 60 s"),
+        ((206, Attempt(Outcome.DRAINING)), "the engine is stopping"),
     ]
     seen = play(*[event for event, _ in told])
     assert [status.reason for status in seen] == [reason for _, reason in told]

@@ -219,6 +219,7 @@ def _sample(status: BackendStatus, new: EngineSample, now: float, rules: HealthR
     stuck_s = now - status.progress_at
     if stuck_s >= rules.hang_s and usable(status):
         why = f"no token in {stuck_s:.0f} s with {new.running} running and {new.waiting} waiting"
+        status = _with_penalty(status, status.progress_at, now, rules)
         return _enter(replace(status, last_error=f"hung: {why}"), State.HUNG, now, why)
     return status
 
@@ -270,6 +271,9 @@ def _after_progress(
     if status.state is State.HUNG:
         how = "generates again" if generated else "makes progress again"
         if not generated and new.running + new.waiting == 0:
+            # It has let its requests go, and may hang with the next ones, too.
+            if now < status.ejected_until:
+                return status
             how = "has nothing left to run"
         return _on_probation(status, now, f"{how}, after {still_s:.0f} s")
     if status.state is State.PROBATION and generated and still_s >= rules.probation_s:
@@ -338,11 +342,17 @@ def _own_verdict(status: BackendStatus) -> BackendStatus:
 
 
 def _ejected(status: BackendStatus, reason: str, now: float, rules: HealthRules) -> BackendStatus:
-    good_spell = status.state is State.UP and now - status.since >= rules.penalty_max_s
+    status = replace(_with_penalty(status, now, now, rules), recent_failures=())
+    penalty_s = status.ejected_until - now
+    return _enter(status, State.EJECTED, now, f"{reason}; out for at least {penalty_s:.0f} s")
+
+
+def _with_penalty(status: BackendStatus, good_until: float, now: float, rules: HealthRules) -> BackendStatus:
+    """Return the status with a penalty that begins now. It was in good health until `good_until`."""
+    good_spell = status.state is State.UP and good_until - status.since >= rules.penalty_max_s
     ejections = 1 if good_spell else status.ejections + 1
     penalty_s = min(rules.penalty_s * 2.0 ** min(ejections - 1, 32), rules.penalty_max_s)
-    status = replace(status, ejections=ejections, ejected_until=now + penalty_s, recent_failures=())
-    return _enter(status, State.EJECTED, now, f"{reason}; out for at least {penalty_s:.0f} s")
+    return replace(status, ejections=ejections, ejected_until=now + penalty_s)
 
 
 def _attempt_drained(status: BackendStatus, detail: str, now: float) -> BackendStatus:

@@ -106,7 +106,8 @@ class BackendStatus:
         probe_failures: Consecutive failed probes.
         probe_fault: How the last of them failed; None if there are none.
         down_since: When the first of them failed, in monotonic seconds; None while it answers.
-        ejections: Ejections without a long enough healthy period in between; each doubles the penalty.
+        ejections: Ejections and hangs without a long enough healthy period in between; each doubles the
+            penalty.
         ejected_until: When its penalty ends, in monotonic seconds.
         successes: Successful requests in this probation.
         progress_at: When its engine last made progress or was idle, in monotonic seconds; None before the
@@ -180,7 +181,8 @@ class HealthRules:
             consecutive ones of probes.
         failure_window_s: Older failures of attempts are forgotten.
         penalty_s, penalty_max_s: Duration of the first ejection, which doubles with each further one, and
-            its maximum. A healthy period of `penalty_max_s` forgives all ejections.
+            its maximum. A healthy period of `penalty_max_s` forgives all ejections. An engine that has hung,
+            and has nothing left to run, is out for as long.
         probation_successes: Successful requests that end probation.
         probation_s: Probation also ends after this long if the backend generates tokens. Where one answer
             takes ten minutes, waiting for three would halve a healthy server for half an hour.
