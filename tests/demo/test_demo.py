@@ -4,6 +4,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -146,6 +147,7 @@ def test_the_reasons_of_the_routing_are_told(serving: Serving) -> None:
     assert sum(line.endswith(")") for line in answered) > 0.9 * len(answered)  # the rest on a busy machine
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
 def test_the_curl_command_works(serving: Serving) -> None:
     answer = subprocess.run(
         ["sh", "-c", serving.snippet("shell")], capture_output=True, text=True, timeout=60, check=True
