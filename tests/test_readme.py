@@ -86,7 +86,9 @@ def test_the_policy_in_it_is_valid(tmp_path: Path) -> None:
     file = tmp_path / "gateway.yaml"
     file.write_text(policy)
 
-    assert CliRunner().invoke(main, ["check", str(file)]).exit_code == 0
+    result = CliRunner().invoke(main, ["check", str(file)])
+
+    assert (result.exit_code, "warning" in result.output) == (0, False), result.output
 
 
 @pytest.mark.usefixtures("in_an_empty_folder")
