@@ -195,6 +195,8 @@ def explain(
 ) -> None:
     """Show where a request would go, and why. Sends nothing. `-` reads the request from standard input.
 
+    It is one for /v1/chat/completions, or, if it has `input`, for /v1/responses.
+
     The fleet is assumed to be idle and healthy, as configured; with --live, its current state is used.
     """
     from gateway import explain as explaining

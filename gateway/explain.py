@@ -41,15 +41,16 @@ async def explain(
         CallerError: the gateway would reject the request before considering backends.
     """
     policy = settings.policy()
-    incoming = what_if.read(settings, body, completions=completions, key=key, headers=headers)
-    model = deciding.model_of(policy, incoming.request.model)
+    asked = what_if.read(settings, body, completions=completions, key=key, headers=headers)
+    model = deciding.model_of(policy, asked.request.model)
     estimator = open_estimator(settings.vocab)
     try:
-        estimate = await estimator.estimate(incoming.request.prompt, model.template, policy.window_tokens)
+        estimate = await estimator.estimate(asked.request.prompt, model.template, policy.window_tokens)
     finally:
         estimator.close()
-    found = what_if.decided(policy, incoming.request, estimate, deciding.idle(policy))
-    return replace(found, dropped=tuple(incoming.dropped))
+    views, is_background = deciding.idle(policy), asked.is_background
+    found = what_if.decided(policy, asked.request, estimate, views, is_background=is_background)
+    return replace(found, dropped=asked.dropped, notes=(*found.notes, *asked.notes))
 
 
 def ask(

@@ -19,7 +19,7 @@ from gateway.core.values import (
     Request,
     TrafficClass,
 )
-from gateway.downstream import wire
+from gateway.downstream import responses, wire
 from gateway.downstream.explain_routes import Question, RequestForgotten
 from gateway.downstream.operator_json import indented
 from gateway.downstream.reading import Received
@@ -32,9 +32,15 @@ from gateway.telemetry.journal import Journal
 from gateway.threads import beside
 
 _NOW = Arrival("req-explained", 0.0, 0.0)
-_QUEUED = (
-    "Its class has a `queue`: it runs as a job, which waits in the queue for as long as it takes, "
+_JOB = (
+    "it runs as a job, which waits in the queue for as long as it takes, "
     "and starts where jobs may (`jobs` of the pool)."
+)
+_QUEUED = f"Its class has a `queue`: {_JOB}"
+_BACKGROUND = f"It asks for `background`: {_JOB}"
+_REFERS = (
+    "It continues a conversation, or refers to items, that are kept for its caller. They are not counted "
+    "here, so the prompt is longer than this."
 )
 
 
@@ -107,6 +113,23 @@ class Refusal:
         return json.dumps({"refused": asdict(self)}, indent=2)
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A parsed request.
+
+    Attributes:
+        request: What is decided on; that of a chat if it is one for /v1/responses.
+        dropped: Members of the body that are not forwarded.
+        notes: What is unknown about it, in sentences.
+        is_background: Whether it is a response in the background; None: it is no response.
+    """
+
+    request: Request
+    dropped: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    is_background: bool | None = None
+
+
 def read(
     settings: Settings,
     body: bytes,
@@ -114,8 +137,8 @@ def read(
     completions: bool,
     key: str | None,
     headers: Mapping[str, str],
-) -> wire.WireRequest:
-    """Parse a request like the gateway.
+) -> Asked:
+    """Parse a request like the gateway; whether it is one for /v1/responses is read from its members.
 
     Raises:
         CallerError: it would be rejected, or no API key has that name.
@@ -123,12 +146,22 @@ def read(
     if key is not None and key not in (named := settings.document.keys or {}):
         there_are = f"there are {', '.join(named)}" if named else "it has no `keys`"
         raise Unauthorized(f"The configuration names no API key {key!r}; {there_are}.")
-    endpoint = Endpoint.COMPLETIONS if completions else Endpoint.CHAT
-    return wire.read(endpoint, Received(_NOW, body, key, headers or {}, ()), wire_rules(settings))
+    received, rules = Received(_NOW, body, key, headers or {}, ()), wire_rules(settings)
+    if not completions and responses.is_response(body):
+        found = responses.read_alone(received, rules, has_jobs=settings.jobs is not None)
+        incoming, notes = found.incoming, (_REFERS,) if found.refers else ()
+        return Asked(incoming.request, tuple(incoming.dropped), notes, found.is_background)
+    incoming = wire.read(Endpoint.COMPLETIONS if completions else Endpoint.CHAT, received, rules)
+    return Asked(incoming.request, tuple(incoming.dropped))
 
 
 def decided(
-    policy: Policy, request: Request, estimate: Estimate, views: Mapping[str, BackendView]
+    policy: Policy,
+    request: Request,
+    estimate: Estimate,
+    views: Mapping[str, BackendView],
+    *,
+    is_background: bool | None = None,
 ) -> Explanation:
     """Return the decision for a request, with the verdict on every class.
 
@@ -148,8 +181,9 @@ def decided(
         )
         for one in model.classes
     ]
-    is_queued = _is_queued(traffic_class, request)
-    notes = (_QUEUED,) if is_queued else ()
+    is_queued, notes = is_background or False, (_BACKGROUND,) if is_background else ()
+    if is_background is None and _is_queued(traffic_class, request):
+        is_queued, notes = True, (_QUEUED,)
     return Explanation(tuple(verdicts), decision, policy=policy.version, notes=notes, is_queued=is_queued)
 
 
@@ -204,19 +238,19 @@ class WhatIf:
         return replace(found, fleet="live", changes=changes)
 
     async def _anew(self, settings: Settings, policy: Policy, question: Question) -> Explanation:
-        incoming = read(
+        asked = read(
             settings,
             question.request,
             completions=question.completions,
             key=question.key,
             headers=question.headers,
         )
-        request = incoming.request
+        request = asked.request
         model = deciding.model_of(policy, request.model)
         estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
         views, notes = self._views(policy, self._pipeline.prefix_shares(request.prefixes))
-        found = self._decided(policy, request, estimate, views)
-        return replace(found, dropped=tuple(incoming.dropped), notes=(*found.notes, *notes))
+        found = self._decided(policy, request, estimate, views, is_background=asked.is_background)
+        return replace(found, dropped=asked.dropped, notes=(*found.notes, *asked.notes, *notes))
 
     def _again(self, policy: Policy, request_id: str) -> Explanation:
         record = self._journal.find(request_id)
@@ -228,10 +262,16 @@ class WhatIf:
         return replace(found, notes=(*found.notes, *self._unkept(policy, request), *notes))
 
     def _decided(
-        self, policy: Policy, request: Request, estimate: Estimate, views: Mapping[str, BackendView]
+        self,
+        policy: Policy,
+        request: Request,
+        estimate: Estimate,
+        views: Mapping[str, BackendView],
+        *,
+        is_background: bool | None = None,
     ) -> Explanation:
-        found = decided(policy, request, estimate, views)
-        return replace(found, outlook=self._outlook(policy, request, found.decision))
+        found = decided(policy, request, estimate, views, is_background=is_background)
+        return replace(found, outlook=self._outlook(policy, found))
 
     def _views(
         self, policy: Policy, held: Mapping[str, float]
@@ -265,10 +305,10 @@ class WhatIf:
             notes.append(f"Headers that the policy in force has no conditions on are not kept: {names}.")
         return notes
 
-    def _outlook(self, policy: Policy, request: Request, decision: Decision) -> Outlook:
-        model, traffic_class = decision.model, decision.traffic_class
+    def _outlook(self, policy: Policy, found: Explanation) -> Outlook:
+        model, traffic_class = found.decision.model, found.decision.traffic_class
         (its,) = (one for one in deciding.model_of(policy, model).classes if one.name == traffic_class)
-        most_s = None if _is_queued(its, request) else its.waiting.longest_wait_s
+        most_s = None if found.is_queued else its.waiting.longest_wait_s
         line = self._pipeline.room.line
         waiting = line.waiting().get((model, traffic_class), 0)
         if not waiting:

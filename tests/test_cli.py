@@ -4,6 +4,7 @@ import fcntl
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -236,10 +237,73 @@ def test_explain_for_programs() -> None:
     assert explanation["dropped"] == ["priority"]
 
 
+RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "12 degrees"}
+
+
+def explained(body: dict[str, Any]) -> Any:
+    return json.loads(run("explain", "--config", DEMO, "--json", "-", stdin=json.dumps(body)).output)
+
+
+def test_explain_of_a_response_is_that_of_its_chat() -> None:
+    words = {"role": "user", "content": "Why is the sky blue?"}
+    system = {"role": "system", "content": "Be brief."}
+    response: dict[str, Any] = {"model": "gemma-4", "instructions": "Be brief.", "input": words["content"]}
+    response |= {"reasoning": {"effort": "high"}, "max_output_tokens": 300}
+    chat = {"model": "gemma-4", "messages": [system, words], "reasoning_effort": "high", "max_tokens": 300}
+
+    assert explained(response) == explained(chat)
+    assert explained(response)["decision"]["traffic_class"] == "reasoning"
+
+
+@pytest.mark.parametrize(
+    ("members", "stored"),
+    [
+        ({"previous_response_id": "resp_1", "input": "And at night?"}, True),
+        ({"previous_response_id": "resp_1", "input": [RESULT]}, True),
+        ({"input": [{"type": "item_reference", "id": "fc_1"}, {"id": "rs_1"}, RESULT]}, True),
+        ({"input": [{"role": "user", "content": "Hello"}]}, False),
+    ],
+)
+def test_explain_says_that_what_is_kept_is_not_counted(members: dict[str, Any], stored: bool) -> None:
+    found = explained({"model": "gemma-4", **members})
+
+    assert found["decision"]["traffic_class"] == "short_chat"
+    assert [note.split(",")[0] for note in found["notes"]] == ["It continues a conversation"] * stored
+
+
+def test_explain_of_a_background_response_is_that_of_a_job(tmp_path: Path) -> None:
+    """One that is not in the background is none, whatever its class."""
+    away = {"url": "http://127.0.0.1:9001", "profile": "generic", "drain": True}
+    document = {
+        "tokenizer": "approximate",
+        "backends": {"spark": away},
+        "pools": {"slow": ["spark"]},
+        "models": {"gemma-4": {"classes": [{"class": "reasoning", "pools": ["slow"], "queue": {}}]}},
+        "store": {"url": "redis://127.0.0.1:1"},
+        "jobs": {},
+    }
+    file = tmp_path / "gateway.yaml"
+    file.write_text(json.dumps(document))
+    body = {"model": "gemma-4", "input": "Hello"}
+    at_once, job = (
+        run("explain", "--config", str(file), "-", stdin=json.dumps({**body, "background": background}))
+        for background in (False, True)
+    )
+
+    assert "nowhere" in at_once.output
+    assert "runs as a job" not in at_once.output
+    assert "waits for spark" in job.output
+    assert "It asks for `background`: it runs as a job" in job.output
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
         ("{", "400 invalid_json"),
+        ('{"input": ', "400 invalid_json"),
+        ('{"model": "gemma-4", "input": "Hello", "background": true}', "400 background_not_supported"),
+        (json.dumps({"model": "gemma-4", "input": [RESULT]}), "400 invalid_request: There is no"),
+        (json.dumps({**CHAT, "messages": [], "input": "Hello"}), "400 invalid_request: `messages`"),
         (json.dumps({**CHAT, "model": "gpt-5"}), "404 model_not_found"),
     ],
 )

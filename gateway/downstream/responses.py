@@ -32,7 +32,7 @@ from gateway.core.idempotency import HEADER
 from gateway.core.jobs import Job
 from gateway.core.responses.chat_stream import ChatStream
 from gateway.core.responses.draft import Draft, Event
-from gateway.core.responses.items import Item, home_of
+from gateway.core.responses.items import Item, home_of, without_references
 from gateway.core.responses.replay import JobFacts
 from gateway.core.responses.request import (
     READ,
@@ -215,12 +215,7 @@ class Responses:
         Raises:
             InvalidRequest: it asks for one, but there are no jobs; or `background` is invalid.
         """
-        wanted = members.get("background")
-        if wanted is not None and not isinstance(wanted, bool):
-            raise InvalidRequest("`background` must be true or false.", param="background")
-        if wanted and self._background is None:
-            message = "Background responses are not available: the gateway has no `jobs`."
-            raise InvalidRequest(message, code="background_not_supported", param="background")
+        wanted = _wants_background(members, has_jobs=self._background is not None)
         return self._background if wanted else None
 
     async def _handed_over(
@@ -445,6 +440,59 @@ class ResponseRequest:
             headers=headers_kept(received.headers),
             conversation=msgspec.json.decode(b"{%b}" % (self.conversation or b"")),
         )
+
+
+def _wants_background(members: Mapping[str, Any], *, has_jobs: bool) -> bool:
+    wanted = members.get("background")
+    if wanted is not None and not isinstance(wanted, bool):
+        raise InvalidRequest("`background` must be true or false.", param="background")
+    if wanted and not has_jobs:
+        message = "Background responses are not available: the gateway has no `jobs`."
+        raise InvalidRequest(message, code="background_not_supported", param="background")
+    return bool(wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAlone:
+    """A request that was parsed without the store.
+
+    Attributes:
+        incoming: The chat request it was translated to.
+        is_background: Whether it asks to run in the background.
+        refers: Whether it refers to what is stored, which is missing in the chat.
+    """
+
+    incoming: wire.WireRequest
+    is_background: bool
+    refers: bool
+
+
+def is_response(body: bytes) -> bool:
+    """Return whether the body of an unknown route is one for /v1/responses, and not for chat completions.
+
+    Raises:
+        InvalidRequest: it is not a JSON object.
+    """
+    if b'"input"' not in body:
+        return False
+    members = wire.members_of(body)
+    return "input" in members and "messages" not in members
+
+
+def read_alone(received: Received, rules: wire.WireRules, *, has_jobs: bool) -> ReadAlone:
+    """Parse a request without the conversation it continues and the stored items it refers to.
+
+    Raises:
+        GatewayError: it would be rejected.
+    """
+    raws, members = _members(received.body)
+    is_background = _wants_background(members, has_jobs=has_jobs)
+    wanted, found = needs(members, rules.messages_max), Found()
+    refers = wanted.previous is not None or bool(wanted.items)
+    if refers and isinstance(members.get("input"), list):
+        members["input"], found.context = without_references(members["input"])
+    asked = _translated(received, rules, raws, members, secrets.token_hex(16), found)
+    return ReadAlone(asked.incoming, is_background, refers)
 
 
 def _members(body: bytes) -> tuple[dict[str, msgspec.Raw], dict[str, Any]]:

@@ -138,6 +138,15 @@ async def test_of_a_past_request_its_text_and_what_nobody_asked_for_are_not_kept
     assert "Headers that the policy in force has no conditions on are not kept: x-other." in found["notes"]
 
 
+async def test_a_response_is_explained_as_its_chat(fleet: Site) -> None:
+    response = {"model": "gemma-4", "input": "Why is the sky blue?", "previous_response_id": "resp_1"}
+    found, chat = (await asked(fleet, request=response)).json(), (await asked(fleet, request=CHAT)).json()
+
+    assert found["decision"] == chat["decision"]
+    (note,) = found["notes"]
+    assert "They are not counted here" in note
+
+
 async def test_what_would_be_refused_is_an_answer(fleet: Site) -> None:
     found = await asked(fleet, request={**CHAT, "model": "gpt-5"})
     assert found.status_code == 200

@@ -79,12 +79,31 @@ def with_own_ids(items: Sequence[Item], context: Sequence[Item], token: str) -> 
 def references(written: object) -> list[str]:
     """Return the ids of the items that the `input` of a request refers to."""
     items = written if isinstance(written, list) else ()
-    ids = [item.get("id") for item in items if isinstance(item, Mapping) and _is_reference(item)]
+    ids = [item.get("id") for item in items if _is_reference(item)]
     return [id_ for id_ in ids if isinstance(id_, str)]
 
 
-def _is_reference(item: Item) -> bool:
-    return item.get("type") == "item_reference" or set(item) == {"id"}
+def without_references(written: Sequence[Any]) -> tuple[list[Any], list[Item]]:
+    """Return the items of an `input` that are no references, and calls for the results that have none.
+
+    The calls are placeholders for those of items that are not at hand: a result is refused without its call.
+    """
+    own = [item for item in written if not _is_reference(item)]
+    calls, results = (
+        [item["call_id"] for item in own if _is_of(item, kind) and isinstance(item.get("call_id"), str)]
+        for kind in ("function_call", "function_call_output")
+    )
+    call = {"type": "function_call", "name": "function", "arguments": "{}"}
+    missing = [call_id for call_id in dict.fromkeys(results) if call_id not in calls]
+    return own, [{**call, "id": f"fc_{call_id}", "call_id": call_id} for call_id in missing]
+
+
+def _is_of(item: object, kind: str) -> bool:
+    return isinstance(item, Mapping) and item.get("type") == kind
+
+
+def _is_reference(item: Any) -> bool:
+    return isinstance(item, Mapping) and (item.get("type") == "item_reference" or set(item) == {"id"})
 
 
 def _read_item(item: object, where: str, token: str, index: int, stored: Mapping[str, Item]) -> Item:
