@@ -60,6 +60,8 @@ LISTED_MAX = 200
 
 _NO_EMBEDDINGS = "This gateway serves Gemma 4 for text generation; it has no embeddings."
 _NO_BATCHES = "This gateway has no files and no batches: there are no `jobs` in its configuration."
+_NOT_FOR_OPERATORS = "This is the port for applications (`listen`). Operators use the admin port (`admin`)."
+_NOT_FOR_APPLICATIONS = "This is the admin port (`admin`). Applications use the other one (`listen`)."
 
 
 class Applications:
@@ -199,6 +201,7 @@ class Applications:
                 models,
                 model,
                 _absent("/v1/embeddings", message=_NO_EMBEDDINGS, code="no_embeddings"),
+                _absent("/admin", "/metrics", message=_NOT_FOR_OPERATORS, code="not_found"),
                 livez,
                 readyz,
             ],
@@ -292,7 +295,14 @@ class Operators:
             return _readiness(self._readiness())
 
         app = Litestar(
-            [metrics, admin, livez, readyz, *self._handlers],
+            [
+                metrics,
+                admin,
+                _absent("/v1", message=_NOT_FOR_APPLICATIONS, code="not_found"),
+                livez,
+                readyz,
+                *self._handlers,
+            ],
             openapi_config=None,
             logging_config=None,
             exception_handlers=EXCEPTION_HANDLERS,

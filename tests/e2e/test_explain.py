@@ -265,4 +265,4 @@ async def test_the_command_says_when_nobody_answers(fleet: Site) -> None:
     another = await run("explain", "--live", fleet.url, "-")
     assert (nobody.exit_code, another.exit_code) == (1, 1)
     assert "http://127.0.0.1:9/admin/explain: " in nobody.output
-    assert "There is nothing at /admin/explain." in another.output
+    assert "This is the port for applications" in another.output

@@ -6,15 +6,19 @@ import re
 import struct
 import zlib
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import httpx
 import openai
 import pytest
+from click.testing import CliRunner
 from support.site import SPEED, Site, simulated, site
 
+from gateway.cli import main
 from gateway.core.health import EngineSample, State
 from gateway.simulator import Fault, FaultOrder
 
@@ -251,6 +255,21 @@ async def test_every_error_has_the_one_shape(
     assert set(answer.json()) == {"error"}
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert answer.json()["error"]["code"] == code
+
+
+async def test_each_port_names_the_other_one(fleet: Site) -> None:
+    """Two addresses in a configuration are easily mixed up, and "not found" would not say so."""
+    command = partial(CliRunner().invoke, main, ["jobs", "list", "--admin", fleet.url])
+    operator = await anyio.to_thread.run_sync(command)
+    with pytest.raises(openai.NotFoundError) as application:
+        await fleet.openai(base_url=f"{fleet.admin_url}/v1").chat.completions.create(
+            model="gemma-4", messages=HELLO
+        )
+
+    assert operator.exit_code == 1
+    assert "Operators use the admin port (`admin`)." in operator.output
+    assert application.value.code == "not_found"
+    assert "Applications use the other one (`listen`)." in application.value.message
 
 
 async def test_a_body_above_the_limit_is_413(tmp_path: Path) -> None:
