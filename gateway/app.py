@@ -576,6 +576,7 @@ async def serve(
         anyio.open_signal_receiver(*STOP_SIGNALS) as signals,
         anyio.open_signal_receiver(RELOAD_SIGNAL) as hints,
     ):
+        settings.require(environ)  # before a store is started, which may read for minutes what it keeps
         async with tasks_beside(ConfigError) as tasks:
             if settings.jobs_folder is None:
                 own: Settings | None = settings

@@ -415,6 +415,18 @@ async def test_an_address_that_is_taken_is_1(tmp_path: Path) -> None:
     assert f"cannot listen on 127.0.0.1:{port}" in process.output
 
 
+async def test_a_configuration_is_refused_before_a_store_is_started_for_it(tmp_path: Path) -> None:
+    """Which would read what it keeps, for minutes, or leave a new folder behind."""
+    file = lonely_config(tmp_path)
+    with file.open("a") as more:
+        more.write("jobs: {data_dir: kept}\ndecisions: {file: nowhere/decisions.jsonl}\n")
+    async with running("serve", "--config", str(file)) as process:
+        assert await process.end() == 2
+
+    assert "there is no folder" in process.output
+    assert not (tmp_path / "kept").exists()
+
+
 @pytest.mark.parametrize("workers", ["1", "2"])
 async def test_a_data_directory_that_another_process_uses_is_1_too(tmp_path: Path, workers: str) -> None:
     file = lonely_config(tmp_path)
