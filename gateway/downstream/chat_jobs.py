@@ -259,7 +259,7 @@ def _can_be_a_job(request: WireRequest) -> bool:
 
 
 def _gone(id: str) -> ResponseNotFound:
-    message = f"No chat completion {id[:64]!r} is kept here for this key: it is unknown, deleted or expired."
+    message = f"No chat completion {id[:64]!r} is kept for this key: only those of jobs are, for a time."
     return ResponseNotFound(message)
 
 

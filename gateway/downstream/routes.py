@@ -60,6 +60,7 @@ LISTED_MAX = 200
 
 _NO_EMBEDDINGS = "This gateway serves Gemma 4 for text generation; it has no embeddings."
 _NO_BATCHES = "This gateway has no files and no batches: there are no `jobs` in its configuration."
+_NO_KEPT_CHATS = "Only chat completions of jobs are kept, and there are no `jobs` in the configuration."
 _NOT_FOR_OPERATORS = "This is the port for applications (`listen`). Operators use the admin port (`admin`)."
 _NOT_FOR_APPLICATIONS = "This is the admin port (`admin`). Applications use the other one (`listen`)."
 
@@ -197,7 +198,7 @@ class Applications:
                 responses,
                 *self._responses.handlers(),
                 *self._batching,
-                *([] if self._chat_jobs is None else self._chat_jobs.handlers()),
+                *([_no_kept_chat] if self._chat_jobs is None else self._chat_jobs.handlers()),
                 models,
                 model,
                 _absent("/v1/embeddings", message=_NO_EMBEDDINGS, code="no_embeddings"),
@@ -319,6 +320,11 @@ def _absent(*paths: str, message: str, code: str) -> ASGIRouteHandler:
         await send_refusal(RouteNotFound(message, code=code), send)
 
     return absent
+
+
+@get(Endpoint.CHAT.value + "/{completion_id:str}", sync_to_thread=False)
+def _no_kept_chat() -> None:
+    raise RouteNotFound(_NO_KEPT_CHATS)
 
 
 @get(["/livez", "/healthz"], sync_to_thread=False, media_type=MediaType.TEXT)

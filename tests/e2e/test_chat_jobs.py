@@ -271,7 +271,7 @@ async def test_a_pending_one_is_not_there_yet_and_another_keys_never(
             with pytest.raises(openai.NotFoundError) as missing:
                 await client.chat.completions.retrieve(wanted)
             assert missing.value.code == "response_not_found"
-            assert "unknown, deleted or expired" in missing.value.message
+            assert "only those of jobs are" in missing.value.message
         with pytest.raises(openai.NotFoundError):
             await theirs.responses.retrieve(id)
         with pytest.raises(openai.BadRequestError):

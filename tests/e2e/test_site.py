@@ -257,6 +257,16 @@ async def test_every_error_has_the_one_shape(
     assert answer.json()["error"]["code"] == code
 
 
+async def test_a_chat_is_not_kept_without_jobs_and_that_is_said(fleet: Site) -> None:
+    client = fleet.openai()
+    chat = await client.chat.completions.create(model="gemma-4", messages=HELLO, max_tokens=3, store=True)
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.chat.completions.retrieve(chat.id)
+
+    assert caught.value.code == "not_found"
+    assert "Only chat completions of jobs are kept" in caught.value.message
+
+
 async def test_each_port_names_the_other_one(fleet: Site) -> None:
     """Two addresses in a configuration are easily mixed up, and "not found" would not say so."""
     command = partial(CliRunner().invoke, main, ["jobs", "list", "--admin", fleet.url])
