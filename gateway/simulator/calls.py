@@ -5,6 +5,7 @@ takes the counts and decides the rest. Whatever vLLM accepts and ignores is acce
 """
 
 import random
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from gateway.simulator.refusals import (
     too_many_tokens,
     unknown_model,
 )
-from gateway.simulator.script import ChoiceRequest, Script, as_content, sample_json, write
+from gateway.simulator.script import ChoiceRequest, Script, ToolCall, as_content, sample_json, write
 from gateway.simulator.template import IMAGE_TOKENS, Rendered, of_ids, raw, render
 
 CHARS_PER_TOKEN_MAX = 31
@@ -116,7 +117,7 @@ class ParsedCall:
     max_tokens: int | None
     sampling: Sampling
     thinking: bool = False
-    tool: tuple[str, str] | None = None
+    calls: Sequence[ToolCall] = ()
     fixed_text: str | None = None
 
     @property
@@ -160,7 +161,7 @@ class ParsedCall:
             sampling.min_tokens,
             sampling.ignore_eos,
             self.thinking,
-            self.tool,
+            self.calls,
             self.fixed_text,
             sampling.stops,
             sampling.keep_stop,
@@ -176,17 +177,19 @@ class ParsedCall:
         quirks, stream = self.options.quirks, self.delivery.stream
         if Quirk.NULL_REASONING in quirks:
             script = as_content(script, with_markers=not self.sampling.skip_special)
-        if Quirk.STALE_TEMPLATE in quirks and self.delivery.is_chat and not self.thinking and not script.tool:
+        is_spoken = self.delivery.is_chat and not self.thinking and not script.calls
+        if Quirk.STALE_TEMPLATE in quirks and is_spoken:
             lead = "<|channel>thought\n<channel|>" + script.tokens[0]
             script = replace(script, tokens=[lead, *script.tokens[1:]])
         if Quirk.TURN_MARKER_LEAKS in quirks and stream and script.finish_reason == "stop":
             script = replace(script, tokens=[*script.tokens[:-1], script.tokens[-1] + "<turn|>"])
-        if script.tool is not None:
-            name, arguments = script.tool
+        if script.calls:
             if Quirk.INVALID_TOOL_JSON in quirks and stream:
-                script = replace(script, tool=(name, arguments[:-1]))
+                cut = [replace(call, arguments=call.arguments[:-1]) for call in script.calls]
+                script = replace(script, calls=cut)
             if Quirk.TOOL_MARKUP_LEAKS in quirks and not stream:
-                script = Script(pieces.pieces(f"<|tool_call>call:{name}{arguments}<tool_call|>"))
+                leaked = [f"<|tool_call>call:{one.name}{one.arguments}<tool_call|>" for one in script.calls]
+                script = Script(pieces.pieces("".join(leaked)))
         return script
 
 
@@ -246,7 +249,7 @@ def read_chat(data: dict[str, Any], options: SimulatorOptions) -> ParsedCall:
         max_tokens,
         sampling,
         thinking=thinking and not continue_final,  # a continuation is part of the answer
-        tool=_tool(data, messages, tools, options),
+        calls=_tool_calls(data, messages, tools, options),
         fixed_text=_fixed_text(data, messages),
     )
 
@@ -395,13 +398,13 @@ def _check_modalities(messages: Sequence[Mapping[str, Any]], options: SimulatorO
             raise bad_request(f"At most {most} {name}(s) may be provided in one prompt.")
 
 
-def _tool(
+def _tool_calls(
     data: Mapping[str, Any],
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Any],
     options: SimulatorOptions,
-) -> tuple[str, str] | None:
-    """Return the tool call at the end of the answer: forced, or because the user named a tool.
+) -> list[ToolCall]:
+    """Return the tool calls at the end of the answer: a forced one, or of all tools that the user named.
 
     If free to choose, it calls no tool twice in a turn while others are left, so that an agent's loop ends.
     """
@@ -411,21 +414,30 @@ def _tool(
         if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping)
     }
     choice = data.get("tool_choice")
-    name: str | None = None
+    names: list[str] = []
     called = _called_in_this_turn(messages)
     if isinstance(choice, Mapping) and isinstance(choice.get("function"), Mapping):
-        name = str(choice["function"].get("name"))
-        if name not in functions:
-            raise bad_request(f"Tool '{name}' has not been passed in `tools`.")
+        names = [str(choice["function"].get("name"))]
+        if names[0] not in functions:
+            raise bad_request(f"Tool '{names[0]}' has not been passed in `tools`.")
     elif choice == "required":
-        name = next((known for known in functions if known not in called), next(reversed(functions), None))
-    if name is not None:
+        names = ([known for known in functions if known not in called] or list(functions)[-1:])[:1]
+    if names:
         if Quirk.TOOL_CHOICE_IGNORED in options.quirks:
-            return None
+            return []
     elif choice != "none" and messages[-1].get("role") == "user":
         said = str(messages[-1].get("content")).casefold()
-        name = next((tool for tool in functions if tool not in called and tool.casefold() in said), None)
-    return None if name is None else (name, sample_json(functions[name].get("parameters") or {}))
+        names = [tool for tool in functions if tool not in called and _names(said, tool.casefold())]
+        if not data.get("parallel_tool_calls", True):
+            names = names[:1]
+    return [ToolCall(name, sample_json(functions[name].get("parameters") or {})) for name in names]
+
+
+def _names(said: str, tool: str) -> bool:
+    """Return whether a text has the name of a tool, and not only as a part of another one's."""
+    if tool not in said:
+        return False
+    return re.search(rf"(?<!\w){re.escape(tool)}(?!\w)", said, re.ASCII) is not None
 
 
 def _called_in_this_turn(messages: Sequence[Mapping[str, Any]]) -> set[str]:

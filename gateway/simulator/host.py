@@ -42,7 +42,7 @@ class Seat:
         gained: Number of tokens produced so far.
         finish: Why it ended, once it has; "abort" if it was cut off.
         preemptions: How often it was preempted.
-        tool_call_id: Id of its tool call, if it has one.
+        call_ids: Ids of its tool calls.
     """
 
     script: Script
@@ -55,7 +55,10 @@ class Seat:
     first: float = 0.0
     last: float = 0.0
     preemptions: int = 0
-    tool_call_id: str = field(default_factory=lambda: f"chatcmpl-tool-{uuid.uuid4().hex[:16]}")
+    call_ids: Sequence[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.call_ids = [f"chatcmpl-tool-{uuid.uuid4().hex[:16]}" for _ in self.script.calls]
 
     @property
     def stop_reason(self) -> str | int | None:

@@ -18,6 +18,21 @@ TOOL_STOP = pieces.MARKERS["<|tool_response>"]
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call at the end of a choice.
+
+    Attributes:
+        name, arguments: Of the tool, and JSON.
+        name_at, arguments_at: Tokens after which they are known.
+    """
+
+    name: str
+    arguments: str
+    name_at: int = 0
+    arguments_at: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceRequest:
     """What a request asks of one choice.
 
@@ -26,7 +41,7 @@ class ChoiceRequest:
         tokens_min: `min_tokens`.
         ignore_eos: Whether only the limit ends it.
         thinking: Whether a thought comes first.
-        tool: Name and arguments (JSON) of the call it ends in, or None.
+        calls: Those it ends in.
         fixed_text: Text it consists of instead of prose, or None.
         stops: Stop strings.
         keep_stop: Whether a stop string that was met stays in the text.
@@ -36,7 +51,7 @@ class ChoiceRequest:
     tokens_min: int = 0
     ignore_eos: bool = False
     thinking: bool = False
-    tool: tuple[str, str] | None = None
+    calls: Sequence[ToolCall] = ()
     fixed_text: str | None = None
     stops: tuple[str, ...] = ()
     keep_stop: bool = False
@@ -49,17 +64,14 @@ class Script:
     Attributes:
         tokens: The text of each token; "" where it has none.
         thought_end: Tokens up to here belong to the thought.
-        tool: Name and arguments of the call it ends in, or None.
-        tool_name_at, tool_arguments_at: Tokens after which they are known.
+        calls: Those it ends in.
         finish_reason: stop, length or tool_calls.
         stop_reason: Stop string or token id that ended it, or None.
     """
 
     tokens: Sequence[str]
     thought_end: int = 0
-    tool: tuple[str, str] | None = None
-    tool_name_at: int = 0
-    tool_arguments_at: int = 0
+    calls: Sequence[ToolCall] = ()
     finish_reason: str = "stop"
     stop_reason: str | int | None = None
 
@@ -87,8 +99,8 @@ def write(wanted: ChoiceRequest, dice: random.Random, *, answer_tokens: int, tho
         # The opening marker and the word that names the channel have no text of their own.
         tokens += ["", "", *prose.thought(dice, _length(dice, thought_tokens, wanted.tokens_max)), ""]
     thought_end = len(tokens)
-    if wanted.tool is not None:
-        return _cut_to_length(_call(tokens, thought_end, wanted.tool), wanted)
+    if wanted.calls:
+        return _cut_to_length(_ending_in(wanted.calls, tokens, thought_end), wanted)
     if wanted.fixed_text is not None:
         tokens += [*pieces.pieces(wanted.fixed_text), ""]
     else:
@@ -121,20 +133,14 @@ def _length(dice: random.Random, median: int, limit: int) -> int:
     return max(1, min(limit, max(16, round(median * math.exp(dice.gauss(0.0, 0.5))))))
 
 
-def _call(tokens: list[str], thought_end: int, tool: tuple[str, str]) -> Script:
-    name, arguments = tool
-    tokens = tokens + [""] * (1 + pieces.count(f"call:{name}"))
-    named = len(tokens)
-    tokens += [""] * (pieces.count(arguments) + 1)
-    return Script(
-        [*tokens, ""],
-        thought_end,
-        tool=tool,
-        tool_name_at=named,
-        tool_arguments_at=len(tokens),
-        finish_reason="tool_calls",
-        stop_reason=TOOL_STOP,
-    )
+def _ending_in(calls: Sequence[ToolCall], tokens: list[str], thought_end: int) -> Script:
+    placed, end = [], len(tokens)
+    for call in calls:
+        name_at = end + 1 + pieces.count(f"call:{call.name}")
+        end = name_at + pieces.count(call.arguments) + 1
+        placed.append(replace(call, name_at=name_at, arguments_at=end))
+    tokens = tokens + [""] * (end + 1 - len(tokens))
+    return Script(tokens, thought_end, placed, finish_reason="tool_calls", stop_reason=TOOL_STOP)
 
 
 def _cut_to_length(script: Script, wanted: ChoiceRequest) -> Script:

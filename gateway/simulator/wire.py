@@ -119,7 +119,7 @@ class StreamWriter:
         deltas = list(self._deltas(seat, sent.tokens, seat.gained))
         if ended:
             # The reason rides on the last text; a tool call and an empty end get an event of their own.
-            if not deltas or seat.script.tool is not None:
+            if not deltas or seat.script.calls:
                 deltas.append("{}")
             sent.is_finished = True
         for number, delta in enumerate(deltas):
@@ -142,14 +142,12 @@ class StreamWriter:
             yield f'{{"content":{_json(content)}}}'
         elif thought:
             yield f'{{"reasoning":{_json(thought)}}}'
-        if script.tool is None:
-            return
-        name, arguments = script.tool
-        if start < script.tool_name_at <= end:
-            call = {"id": seat.tool_call_id, "type": "function", "index": 0, "function": {"name": name}}
-            yield _json({"tool_calls": [call]})
-        if start < script.tool_arguments_at <= end:
-            yield _json({"tool_calls": [{"index": 0, "function": {"arguments": arguments}}]})
+        for index, (call, call_id) in enumerate(zip(script.calls, seat.call_ids, strict=True)):
+            if start < call.name_at <= end:
+                named = {"id": call_id, "type": "function", "index": index, "function": {"name": call.name}}
+                yield _json({"tool_calls": [named]})
+            if start < call.arguments_at <= end:
+                yield _json({"tool_calls": [{"index": index, "function": {"arguments": call.arguments}}]})
 
     # -------------------------------------------------------------- completions
 
@@ -245,16 +243,19 @@ def _chat_choice(call: Call, index: int, seat: Seat) -> dict[str, Any]:
     content = script.content(0, seat.gained)
     message: dict[str, Any] = {
         "role": delivery.role,
-        "content": content or None if script.thought_end or script.tool else content,
+        "content": content or None if script.thought_end or script.calls else content,
         "refusal": None,
         "annotations": None,
         "audio": None,
         "function_call": None,
     }
-    if script.tool is not None and seat.gained >= script.tool_arguments_at:
-        name, arguments = script.tool
-        function = {"name": name, "arguments": arguments}
-        message["tool_calls"] = [{"id": seat.tool_call_id, "type": "function", "function": function}]
+    made = [
+        {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call, call_id in zip(script.calls, seat.call_ids, strict=True)
+        if seat.gained >= call.arguments_at
+    ]
+    if made:
+        message["tool_calls"] = made
     thought = script.thought(0, seat.gained)
     message["reasoning"] = thought if thought and delivery.with_reasoning else None
     return {

@@ -76,6 +76,39 @@ async def test_a_tool_is_not_called(client: httpx.AsyncClient, chat: Chat, membe
     assert message["content"]
 
 
+TIME = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "members", "expected"),
+    [
+        ("Use get_time and get_weather.", {}, ["get_weather", "get_time"]),
+        ("Use get_time and get_weather.", {"parallel_tool_calls": True}, ["get_weather", "get_time"]),
+        ("Use get_time and get_weather.", {"parallel_tool_calls": False}, ["get_weather"]),
+        ("Use get_time and get_weather.", {"tool_choice": "required"}, ["get_weather"]),
+        ("Use get_time, not get_weather_forecast.", {}, ["get_time"]),
+    ],
+)
+async def test_every_tool_that_the_user_names_is_called(
+    client: httpx.AsyncClient,
+    chat: Chat,
+    events: Events,
+    text: str,
+    members: dict[str, Any],
+    expected: list[str],
+) -> None:
+    body = chat(text, tools=[WEATHER, TIME], **members)
+    calls = (await post(client, body)).json()["choices"][0]["message"]["tool_calls"]
+    found = events((await post(client, {**body, "stream": True})).text)
+    deltas = [choice["delta"] for event in found[:-1] for choice in event["choices"]]
+    parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
+
+    assert [call["function"]["name"] for call in calls] == expected
+    assert len({call["id"] for call in calls}) == len(expected)
+    assert [part["index"] for part in parts] == [at for at in range(len(expected)) for _ in range(2)]
+    assert [part["function"]["name"] for part in parts[::2]] == expected
+
+
 def _called(*names: str) -> list[dict[str, Any]]:
     """Return the messages of a step in which these tools were called, and answered."""
     functions = [{"name": name, "arguments": "{}"} for name in names]

@@ -9,7 +9,7 @@ import pytest
 from gateway.simulator import Fault
 from gateway.simulator.nonsense import spoilt
 from gateway.simulator.recall import asked_for
-from gateway.simulator.script import Script
+from gateway.simulator.script import Script, ToolCall
 
 Chat = Callable[..., dict[str, Any]]
 Events = Callable[[str], list[Any]]
@@ -18,7 +18,7 @@ URL = "/v1/chat/completions"
 PLAIN = Script(["A", " river", ".", ""])
 THINKING = Script(["", "", "Hm", ".", "", "Yes", ""], thought_end=5)
 CUT = Script(["A", " river"], finish_reason="length")
-CALL = Script(["", "", "", ""], tool=("f", "{}"), finish_reason="tool_calls", stop_reason=50)
+CALL = Script(["", "", "", ""], calls=[ToolCall("f", "{}")], finish_reason="tool_calls", stop_reason=50)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_what_becomes_of_a_script(fault: Fault, script: Script, content: str, th
 def test_nonsense_ends_as_the_answer_would_have(script: Script, reason: str) -> None:
     spoiled = spoilt(script, Fault.WRONG_TEXT)
 
-    assert (spoiled.finish_reason, spoiled.stop_reason, spoiled.tool) == (reason, None, None)
+    assert (spoiled.finish_reason, spoiled.stop_reason, spoiled.calls) == (reason, None, ())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,15 @@ import random
 
 import pytest
 
-from gateway.simulator.script import TOOL_STOP, ChoiceRequest, Script, as_content, sample_json, write
+from gateway.simulator.script import (
+    TOOL_STOP,
+    ChoiceRequest,
+    Script,
+    ToolCall,
+    as_content,
+    sample_json,
+    write,
+)
 
 
 def script(wanted: ChoiceRequest, seed: int = 1) -> Script:
@@ -79,15 +87,19 @@ def test_a_stop_string_ends_the_answer(keep: bool) -> None:
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
 
 
-def test_a_tool_call_ends_with_the_token_that_asks_for_its_result() -> None:
-    call = script(ChoiceRequest(100, tool=("get_weather", '{"city": "Paris"}')))
+WEATHER, TIME = ToolCall("get_weather", '{"city": "Paris"}'), ToolCall("get_time", "{}")
 
-    assert 0 < call.tool_name_at < call.tool_arguments_at < len(call.tokens)
+
+def test_tool_calls_end_with_the_token_that_asks_for_their_results() -> None:
+    call = script(ChoiceRequest(100, calls=(WEATHER, TIME)))
+    places = [place for one in call.calls for place in (one.name_at, one.arguments_at)]
+
+    assert 0 < places[0] < places[1] < places[2] < places[3] < len(call.tokens)
     assert (call.finish_reason, call.stop_reason) == ("tool_calls", TOOL_STOP)
 
 
 def test_a_tool_call_can_be_cut() -> None:
-    call = script(ChoiceRequest(3, tool=("get_weather", '{"city": "Paris"}')))
+    call = script(ChoiceRequest(3, calls=(WEATHER,)))
 
     assert (len(call.tokens), call.finish_reason, call.stop_reason) == (3, "length", None)
 
