@@ -560,9 +560,10 @@ class ReasoningField(StrEnum):
 
 
 class _DerivedOfPolicy(_Derived):
-    __slots__ = ("distinct", "kinds", "window_tokens")
+    __slots__ = ("distinct", "kinds", "reasoning_names", "window_tokens")
     kinds: Mapping[str, int]
     distinct: Mapping[str, tuple[Backend, ...]]
+    reasoning_names: frozenset[str]
     window_tokens: int
 
 
@@ -573,6 +574,7 @@ class Policy(_DerivedOfPolicy):
     Attributes:
         kinds: A number per backend, equal for replicas, which differ only in name and address.
         distinct: Per pool, one backend of each kind in it.
+        reasoning_names: The reasoning aliases of all models.
         window_tokens: The largest context window of the fleet. Longer prompts cannot be served.
     """
 
@@ -599,6 +601,8 @@ class Policy(_DerivedOfPolicy):
         }
         object.__setattr__(self, "kinds", of)
         object.__setattr__(self, "distinct", distinct)
+        names = frozenset(name for model in self.models for name in model.reasoning_aliases)
+        object.__setattr__(self, "reasoning_names", names)
         object.__setattr__(self, "window_tokens", max(windows, default=0))
 
     def model(self, name: str) -> ModelPolicy | None:

@@ -104,7 +104,13 @@ class Attempt:
         self._idle_s = self._timeouts.idle_s
         self._served_model = served_model
         self._names = ModelNames(served_model, context.incoming.request.model)
-        self._plan = quirks.plan(backend.quirks, context.incoming, context.policy.reasoning_field)
+        policy = context.policy
+        self._plan = quirks.plan(
+            backend.quirks,
+            context.incoming,
+            policy.reasoning_field,
+            thinks_by_name=context.incoming.request.model in policy.reasoning_names,
+        )
         self._clock = clock
         self._on_answer = on_answer
         self._watch = watch

@@ -257,6 +257,31 @@ async def test_every_error_has_the_one_shape(
     assert answer.json()["error"]["code"] == code
 
 
+async def test_a_reasoning_alias_gets_reasoning(tmp_path: Path) -> None:
+    """Not only the class for it: an engine does not see the name."""
+    classes = [
+        {"class": "thinking", "when": {"reasoning": True}, "pools": ["light"]},
+        {"class": "short_chat", "pools": ["light"]},
+    ]
+    models = {"gemma-4": {"reasoning_aliases": ["gemma-4-thinking"], "classes": classes}}
+    fleet, pools = simulated({"light-0": "h100-tp1-light"}), {"light": ["light-0"]}
+    async with site(tmp_path, fleet=fleet, pools=pools, models=models) as running:
+        client = running.openai()
+        for name, fields, thinks in (
+            ("gemma-4-thinking", {}, True),
+            ("gemma-4-thinking", {"reasoning_effort": "none"}, False),
+            ("gemma-4", {}, False),
+        ):
+            chat = await client.chat.completions.create(
+                model=name, messages=HELLO, max_tokens=30, extra_body=fields
+            )
+            assert bool(getattr(chat.choices[0].message, "reasoning", None)) is thinks
+        response = await client.responses.create(
+            model="gemma-4-thinking", input="Why is the sky blue?", max_output_tokens=30
+        )
+        assert [item.type for item in response.output] == ["reasoning"]
+
+
 async def test_a_chat_is_not_kept_without_jobs_and_that_is_said(fleet: Site) -> None:
     client = fleet.openai()
     chat = await client.chat.completions.create(model="gemma-4", messages=HELLO, max_tokens=3, store=True)

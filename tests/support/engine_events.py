@@ -46,6 +46,7 @@ def plan_for(
     tools: int = 0,
     thinking: bool = False,
     reasoning: ReasoningField = ReasoningField.AS_SENT,
+    thinks_by_name: bool = False,
     **members: Any,
 ) -> Plan:
     """Return what is done for a request on a backend with the quirks `names`, and some without remedies."""
@@ -53,7 +54,8 @@ def plan_for(
     request = Request(
         endpoint=endpoint, model="m", prompt=prompt, stream=stream, tools=tools, reasoning=thinking
     )
-    return quirks.plan((*names, "long_prefill_stalls"), Asked(request, members), reasoning)
+    with_others = (*names, "long_prefill_stalls")
+    return quirks.plan(with_others, Asked(request, members), reasoning, thinks_by_name=thinks_by_name)
 
 
 def event(**fields: Any) -> bytes:

@@ -96,9 +96,8 @@ class Channels(Remedy):
 
 
 def _lost(plan: Plan) -> None:
-    request = plan.asked.request
     path = ("skip_special_tokens",)
-    if not plan.is_chat or not request.prompt.thinking or path in plan.changes:
+    if not plan.is_chat or not plan.thinks or path in plan.changes:
         return
     if plan.asked.member("skip_special_tokens") is not None:
         return  # the caller's own choice is respected
@@ -107,7 +106,7 @@ def _lost(plan: Plan) -> None:
 
 
 def _leading(plan: Plan) -> None:
-    if plan.is_chat and not plan.asked.request.prompt.thinking:
+    if plan.is_chat and not plan.thinks:
         plan.remedies.append(Channels(plan.asked))
 
 

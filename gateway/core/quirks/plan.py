@@ -25,12 +25,14 @@ class Plan:
 
     Attributes:
         asked: The request.
+        thinks: Whether it reasons, by its body or by its model's name.
         changes: New values for members of the body.
         remedies: Applied to the answer, in order.
         assembles: Whether the backend is asked for a stream that is assembled into a non-streaming answer.
     """
 
     asked: RemedyRequest
+    thinks: bool
     changes: dict[tuple[str, ...], object] = field(default_factory=dict)
     remedies: list[Remedy] = field(default_factory=list)
     assembles: bool = False

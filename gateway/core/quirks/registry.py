@@ -37,10 +37,19 @@ Rule = Callable[[Plan], None]
 
 
 def plan(
-    quirks: Collection[str], asked: RemedyRequest, reasoning: ReasoningField = ReasoningField.AS_SENT
+    quirks: Collection[str],
+    asked: RemedyRequest,
+    reasoning: ReasoningField = ReasoningField.AS_SENT,
+    *,
+    thinks_by_name: bool = False,
 ) -> Plan:
-    """Return the plan for a request on a backend with these quirks and a site's `reasoning` setting."""
-    made = Plan(asked)
+    """Return the plan for a request on a backend with these quirks and a site's `reasoning` setting.
+
+    `thinks_by_name`: whether its model's name is a reasoning alias.
+    """
+    made = Plan(asked, asked.request.prompt.thinking)
+    if thinks_by_name:
+        thinking_default.think(made)
     if quirks:
         every, without_tools = _rules(quirks)
         for rule in every if asked.request.tools else without_tools:

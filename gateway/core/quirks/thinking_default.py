@@ -10,6 +10,14 @@ from gateway.core.quirks.plan import Plan, Workaround
 _KWARGS, _SWITCH = "chat_template_kwargs", "enable_thinking"
 
 
+def think(plan: Plan) -> None:
+    """Have a chat reason, unless it says itself whether to."""
+    if plan.is_chat and not plan.thinks and plan.asked.member("reasoning_effort") is None:
+        kwargs = plan.asked.member(_KWARGS)
+        if kwargs is None or (isinstance(kwargs, Mapping) and _SWITCH not in kwargs):
+            plan.thinks = plan.changes[_KWARGS, _SWITCH] = True
+
+
 def _rule(plan: Plan) -> None:
     if not plan.is_chat:
         return
@@ -17,7 +25,7 @@ def _rule(plan: Plan) -> None:
     if kwargs is not None and not isinstance(kwargs, Mapping):
         return  # the engine will refuse it
     if _SWITCH not in (kwargs or {}):
-        plan.changes[_KWARGS, _SWITCH] = plan.asked.request.prompt.thinking
+        plan.changes[_KWARGS, _SWITCH] = plan.thinks
 
 
 WORKAROUND = Workaround(issue="vLLM #49955", versions="0.25.1 and 0.26.0", rule=_rule)

@@ -144,7 +144,7 @@ class ModelSection(Section):
     """Other names of the same model."""
 
     reasoning_aliases: tuple[Text, ...] = ()
-    """Other names that also request reasoning."""
+    """Other names that also request reasoning, with `enable_thinking`, of a chat that does not say."""
 
     classes: Annotated[tuple[ClassSection, ...], Field(min_length=1)]
     """Tried top to bottom; the first match wins."""

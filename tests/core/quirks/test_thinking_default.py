@@ -31,3 +31,31 @@ def planned(**fields: Any) -> Plan:
 def test_which_chats_are_told(plan: Plan, changes: dict[tuple[str, ...], object]) -> None:
     assert plan.changes == changes
     assert plan.remedies == []
+
+
+def named(*quirks: str, **fields: Any) -> Plan:
+    return plan_for(*quirks, thinks_by_name=True, **fields)
+
+
+@pytest.mark.parametrize(
+    ("plan", "thinks", "changes"),
+    [
+        pytest.param(named(), True, {SWITCH: True}, id="nothing-said"),
+        pytest.param(named("thinking_default_differs"), True, {SWITCH: True}, id="where-all-are-told"),
+        pytest.param(named(chat_template_kwargs={"level": 3}), True, {SWITCH: True}, id="beside-others"),
+        pytest.param(named(thinking=True), True, {}, id="said"),
+        pytest.param(named(chat_template_kwargs={"enable_thinking": False}), False, {}, id="said-not-to"),
+        pytest.param(named(reasoning_effort="none"), False, {}, id="no-effort"),
+        pytest.param(named(chat_template_kwargs="yes"), False, {}, id="what-the-engine-refuses"),
+        pytest.param(named(endpoint=Endpoint.COMPLETIONS), False, {}, id="no-chat"),
+    ],
+)
+def test_a_name_that_requests_reasoning(
+    plan: Plan, thinks: bool, changes: dict[tuple[str, ...], object]
+) -> None:
+    assert (plan.thinks, plan.changes) == (thinks, changes)
+
+
+def test_what_it_thinks_is_looked_for_in_its_answer() -> None:
+    assert not named("stale_chat_template").remedies
+    assert len(named("null_reasoning_content").remedies) == 2
