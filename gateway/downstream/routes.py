@@ -61,6 +61,8 @@ LISTED_MAX = 200
 _NO_EMBEDDINGS = "This gateway serves Gemma 4 for text generation; it has no embeddings."
 _NO_BATCHES = "This gateway has no files and no batches: there are no `jobs` in its configuration."
 _NO_KEPT_CHATS = "Only chat completions of jobs are kept, and there are no `jobs` in the configuration."
+_WITHOUT_V1 = ("/chat", "/completions", "/responses", "/models", "/embeddings", "/files", "/batches")
+_BESIDE_V1 = "There is nothing here: the base URL of the API ends with /v1, as in http://127.0.0.1:8080/v1."
 _NOT_FOR_OPERATORS = "This is the port for applications (`listen`). Operators use the admin port (`admin`)."
 _NOT_FOR_APPLICATIONS = "This is the admin port (`admin`). Applications use the other one (`listen`)."
 
@@ -202,6 +204,7 @@ class Applications:
                 models,
                 model,
                 _absent("/v1/embeddings", message=_NO_EMBEDDINGS, code="no_embeddings"),
+                _absent(*_WITHOUT_V1, "/v1/v1", message=_BESIDE_V1, code="not_found"),
                 _absent("/admin", "/metrics", message=_NOT_FOR_OPERATORS, code="not_found"),
                 livez,
                 readyz,

@@ -292,6 +292,20 @@ async def test_a_chat_is_not_kept_without_jobs_and_that_is_said(fleet: Site) -> 
     assert "Only chat completions of jobs are kept" in caught.value.message
 
 
+@pytest.mark.parametrize("ending", ["", "/", "/v1/v1"])
+async def test_a_base_url_that_is_wrong_is_corrected(fleet: Site, ending: str) -> None:
+    client = fleet.openai(base_url=f"{fleet.url}{ending}")
+    for call in (
+        client.chat.completions.create(model="gemma-4", messages=HELLO),
+        client.responses.create(model="gemma-4", input="Why is the sky blue?"),
+        client.models.retrieve("gemma-4"),
+    ):
+        with pytest.raises(openai.NotFoundError) as caught:
+            await call
+        assert caught.value.code == "not_found"
+        assert "ends with /v1" in caught.value.message
+
+
 async def test_each_port_names_the_other_one(fleet: Site) -> None:
     """Two addresses in a configuration are easily mixed up, and "not found" would not say so."""
     command = partial(CliRunner().invoke, main, ["jobs", "list", "--admin", fleet.url])
