@@ -42,15 +42,17 @@ async def explain(
     """
     policy = settings.policy()
     asked = what_if.read(settings, body, completions=completions, key=key, headers=headers)
-    model = deciding.model_of(policy, asked.request.model)
+    request = asked.incoming.request
+    model = deciding.model_of(policy, request.model)
     estimator = open_estimator(settings.vocab)
     try:
-        estimate = await estimator.estimate(asked.request.prompt, model.template, policy.window_tokens)
+        prompt = deciding.prompt_of(policy, asked.incoming)
+        estimate = await estimator.estimate(prompt, model.template, policy.window_tokens)
     finally:
         estimator.close()
     views, is_background = deciding.idle(policy), asked.is_background
-    found = what_if.decided(policy, asked.request, estimate, views, is_background=is_background)
-    return replace(found, dropped=asked.dropped, notes=(*found.notes, *asked.notes))
+    found = what_if.decided(policy, request, estimate, views, is_background=is_background)
+    return replace(found, dropped=tuple(asked.incoming.dropped), notes=(*found.notes, *asked.notes))
 
 
 def ask(

@@ -118,14 +118,12 @@ class Asked:
     """A parsed request.
 
     Attributes:
-        request: What is decided on; that of a chat if it is one for /v1/responses.
-        dropped: Members of the body that are not forwarded.
+        incoming: What is decided on; a chat if it is one for /v1/responses.
         notes: What is unknown about it, in sentences.
         is_background: Whether it is a response in the background; None: it is no response.
     """
 
-    request: Request
-    dropped: tuple[str, ...]
+    incoming: wire.WireRequest
     notes: tuple[str, ...] = ()
     is_background: bool | None = None
 
@@ -150,9 +148,9 @@ def read(
     if not completions and responses.is_response(body):
         found = responses.read_alone(received, rules, has_jobs=settings.jobs is not None)
         incoming, notes = found.incoming, (_REFERS,) if found.refers else ()
-        return Asked(incoming.request, tuple(incoming.dropped), notes, found.is_background)
+        return Asked(incoming, notes, found.is_background)
     incoming = wire.read(Endpoint.COMPLETIONS if completions else Endpoint.CHAT, received, rules)
-    return Asked(incoming.request, tuple(incoming.dropped))
+    return Asked(incoming)
 
 
 def decided(
@@ -245,12 +243,14 @@ class WhatIf:
             key=question.key,
             headers=question.headers,
         )
-        request = asked.request
+        request = asked.incoming.request
         model = deciding.model_of(policy, request.model)
-        estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
+        prompt = deciding.prompt_of(policy, asked.incoming)
+        estimate = await self._estimator.estimate(prompt, model.template, policy.window_tokens)
         views, notes = self._views(policy, self._pipeline.prefix_shares(request.prefixes))
         found = self._decided(policy, request, estimate, views, is_background=asked.is_background)
-        return replace(found, dropped=asked.dropped, notes=(*found.notes, *asked.notes, *notes))
+        told = (*found.notes, *asked.notes, *notes)
+        return replace(found, dropped=tuple(asked.incoming.dropped), notes=told)
 
     def _again(self, policy: Policy, request_id: str) -> Explanation:
         record = self._journal.find(request_id)

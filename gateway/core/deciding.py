@@ -9,16 +9,19 @@ from dataclasses import replace
 from gateway.core import classification, selection
 from gateway.core.errors import CallerError, ContextExceeded, InvalidRequest, ModelNotFound
 from gateway.core.health import BackendStatus, State
+from gateway.core.quirks import RemedyRequest
 from gateway.core.selection import BackendView
 from gateway.core.values import (
     CountMode,
     Decision,
     Demand,
+    Endpoint,
     Estimate,
     Exclusion,
     Load,
     ModelPolicy,
     Policy,
+    Prompt,
     Request,
     TrafficClass,
 )
@@ -76,6 +79,29 @@ def model_of(policy: Policy, name: str) -> ModelPolicy:
         known = ", ".join(sorted(known.id for known in policy.models))
         raise ModelNotFound(f"The model `{name}` does not exist. Known: {known}.", param="model")
     return model
+
+
+def reasons_by_name(policy: Policy, asked: RemedyRequest) -> bool:
+    """Return whether a chat reasons because its model's name is a reasoning alias, and for no other reason.
+
+    An engine does not see that name, so it has to be told. What the body says itself goes first.
+    """
+    request = asked.request
+    if (
+        request.model not in policy.reasoning_names
+        or request.endpoint is not Endpoint.CHAT
+        or request.prompt.thinking
+        or asked.member("reasoning_effort") is not None
+    ):
+        return False
+    kwargs = asked.member("chat_template_kwargs")
+    return kwargs is None or (isinstance(kwargs, Mapping) and "enable_thinking" not in kwargs)
+
+
+def prompt_of(policy: Policy, asked: RemedyRequest) -> Prompt:
+    """Return the prompt of a request as it will be sent to a backend."""
+    prompt = asked.request.prompt
+    return replace(prompt, thinking=True) if reasons_by_name(policy, asked) else prompt
 
 
 def idle(policy: Policy) -> Mapping[str, BackendView]:

@@ -12,7 +12,7 @@ from math import inf
 import anyio
 import msgspec
 
-from gateway.core import answers, quirks
+from gateway.core import answers, deciding, quirks
 from gateway.core.answers import ABORTED, BackendError, FewerChoices, UnfitAnswer
 from gateway.core.errors import (
     AnswerUnfit,
@@ -109,7 +109,7 @@ class Attempt:
             backend.quirks,
             context.incoming,
             policy.reasoning_field,
-            thinks_by_name=context.incoming.request.model in policy.reasoning_names,
+            reasons_by_name=deciding.reasons_by_name(policy, context.incoming),
         )
         self._clock = clock
         self._on_answer = on_answer

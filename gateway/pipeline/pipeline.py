@@ -264,7 +264,8 @@ class Pipeline:
         model = policy.model(request.model)
         if model is None:
             return None
-        estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
+        prompt = deciding.prompt_of(policy, incoming)
+        estimate = await self._estimator.estimate(prompt, model.template, policy.window_tokens)
         matched = classification.classify(model, request, estimate)
         return None if matched is None else (matched[0], estimate)
 
@@ -286,7 +287,8 @@ class Pipeline:
         policy, request = self._policy(), incoming.request
         model = deciding.model_of(policy, request.model)
         if estimate is None:
-            estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
+            prompt = deciding.prompt_of(policy, incoming)
+            estimate = await self._estimator.estimate(prompt, model.template, policy.window_tokens)
             policy = self._policy()  # it may have changed while tokens were counted
             model = deciding.model_of(policy, request.model)
         decision, ticket = self._ticket(policy, model, incoming, estimate)
@@ -421,7 +423,8 @@ class Pipeline:
         policy, request = context.policy, context.incoming.request
         model = deciding.model_of(policy, request.model)
         if estimate is None:
-            estimate = await self._estimator.estimate(request.prompt, model.template, policy.window_tokens)
+            prompt = deciding.prompt_of(policy, context.incoming)
+            estimate = await self._estimator.estimate(prompt, model.template, policy.window_tokens)
             await self.cohort.catch_up()
         context.estimated_at = self._clock.now()
         in_force = self._policy()

@@ -267,15 +267,20 @@ async def test_a_reasoning_alias_gets_reasoning(tmp_path: Path) -> None:
     fleet, pools = simulated({"light-0": "h100-tp1-light"}), {"light": ["light-0"]}
     async with site(tmp_path, fleet=fleet, pools=pools, models=models) as running:
         client = running.openai()
+        lengths: dict[bool, set[str]] = {True: set(), False: set()}
         for name, fields, thinks in (
             ("gemma-4-thinking", {}, True),
+            ("gemma-4", {"reasoning_effort": "high"}, True),
             ("gemma-4-thinking", {"reasoning_effort": "none"}, False),
             ("gemma-4", {}, False),
         ):
-            chat = await client.chat.completions.create(
+            raw = await client.chat.completions.with_raw_response.create(
                 model=name, messages=HELLO, max_tokens=30, extra_body=fields
             )
-            assert bool(getattr(chat.choices[0].message, "reasoning", None)) is thinks
+            assert bool(getattr(raw.parse().choices[0].message, "reasoning", None)) is thinks
+            lengths[thinks].add(raw.headers["x-gateway-prompt-tokens"])
+        assert [len(found) for found in lengths.values()] == [1, 1]  # counted as it is sent
+        assert not lengths[True] & lengths[False]
         response = await client.responses.create(
             model="gemma-4-thinking", input="Why is the sky blue?", max_output_tokens=30
         )

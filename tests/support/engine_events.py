@@ -46,7 +46,7 @@ def plan_for(
     tools: int = 0,
     thinking: bool = False,
     reasoning: ReasoningField = ReasoningField.AS_SENT,
-    thinks_by_name: bool = False,
+    reasons_by_name: bool = False,
     **members: Any,
 ) -> Plan:
     """Return what is done for a request on a backend with the quirks `names`, and some without remedies."""
@@ -55,7 +55,7 @@ def plan_for(
         endpoint=endpoint, model="m", prompt=prompt, stream=stream, tools=tools, reasoning=thinking
     )
     with_others = (*names, "long_prefill_stalls")
-    return quirks.plan(with_others, Asked(request, members), reasoning, thinks_by_name=thinks_by_name)
+    return quirks.plan(with_others, Asked(request, members), reasoning, reasons_by_name=reasons_by_name)
 
 
 def event(**fields: Any) -> bytes:

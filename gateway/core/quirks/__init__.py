@@ -7,6 +7,7 @@ without quirks is relayed byte for byte. docs/quirks.md describes the effect and
 
 from gateway.core.quirks.assembly import AssemblingReader
 from gateway.core.quirks.mending import MendingReader, mend_whole
+from gateway.core.quirks.plan import RemedyRequest
 from gateway.core.quirks.registry import WORKAROUNDS, plan
 
-__all__ = ["WORKAROUNDS", "AssemblingReader", "MendingReader", "mend_whole", "plan"]
+__all__ = ["WORKAROUNDS", "AssemblingReader", "MendingReader", "RemedyRequest", "mend_whole", "plan"]

@@ -41,14 +41,14 @@ def plan(
     asked: RemedyRequest,
     reasoning: ReasoningField = ReasoningField.AS_SENT,
     *,
-    thinks_by_name: bool = False,
+    reasons_by_name: bool = False,
 ) -> Plan:
     """Return the plan for a request on a backend with these quirks and a site's `reasoning` setting.
 
-    `thinks_by_name`: whether its model's name is a reasoning alias.
+    `reasons_by_name`: see `deciding.reasons_by_name`.
     """
     made = Plan(asked, asked.request.prompt.thinking)
-    if thinks_by_name:
+    if reasons_by_name:
         thinking_default.think(made)
     if quirks:
         every, without_tools = _rules(quirks)

@@ -11,11 +11,8 @@ _KWARGS, _SWITCH = "chat_template_kwargs", "enable_thinking"
 
 
 def think(plan: Plan) -> None:
-    """Have a chat reason, unless it says itself whether to."""
-    if plan.is_chat and not plan.thinks and plan.asked.member("reasoning_effort") is None:
-        kwargs = plan.asked.member(_KWARGS)
-        if kwargs is None or (isinstance(kwargs, Mapping) and _SWITCH not in kwargs):
-            plan.thinks = plan.changes[_KWARGS, _SWITCH] = True
+    """Have the engine reason."""
+    plan.thinks = plan.changes[_KWARGS, _SWITCH] = True
 
 
 def _rule(plan: Plan) -> None:

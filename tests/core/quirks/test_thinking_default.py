@@ -34,26 +34,20 @@ def test_which_chats_are_told(plan: Plan, changes: dict[tuple[str, ...], object]
 
 
 def named(*quirks: str, **fields: Any) -> Plan:
-    return plan_for(*quirks, thinks_by_name=True, **fields)
+    return plan_for(*quirks, reasons_by_name=True, **fields)
 
 
 @pytest.mark.parametrize(
-    ("plan", "thinks", "changes"),
+    "plan",
     [
-        pytest.param(named(), True, {SWITCH: True}, id="nothing-said"),
-        pytest.param(named("thinking_default_differs"), True, {SWITCH: True}, id="where-all-are-told"),
-        pytest.param(named(chat_template_kwargs={"level": 3}), True, {SWITCH: True}, id="beside-others"),
-        pytest.param(named(thinking=True), True, {}, id="said"),
-        pytest.param(named(chat_template_kwargs={"enable_thinking": False}), False, {}, id="said-not-to"),
-        pytest.param(named(reasoning_effort="none"), False, {}, id="no-effort"),
-        pytest.param(named(chat_template_kwargs="yes"), False, {}, id="what-the-engine-refuses"),
-        pytest.param(named(endpoint=Endpoint.COMPLETIONS), False, {}, id="no-chat"),
+        pytest.param(named(), id="nothing-said"),
+        pytest.param(named("thinking_default_differs"), id="where-all-are-told"),
+        pytest.param(named(chat_template_kwargs={"level": 3}), id="beside-others"),
     ],
 )
-def test_a_name_that_requests_reasoning(
-    plan: Plan, thinks: bool, changes: dict[tuple[str, ...], object]
-) -> None:
-    assert (plan.thinks, plan.changes) == (thinks, changes)
+def test_the_engine_is_told_of_a_name_that_requests_reasoning(plan: Plan) -> None:
+    assert plan.thinks
+    assert plan.changes == {SWITCH: True}
 
 
 def test_what_it_thinks_is_looked_for_in_its_answer() -> None:

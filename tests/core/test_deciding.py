@@ -1,0 +1,50 @@
+"""What is decided of a request beside its class and its backend: whether its model's name has it reason."""
+
+from typing import Any
+
+import pytest
+from support.engine_events import Asked
+
+from gateway.core import deciding
+from gateway.core.values import Endpoint, ModelPolicy, Policy, Prompt, Request
+
+POLICY = Policy(
+    models=(
+        ModelPolicy(id="gemma-4", classes=(), reasoning_aliases=("gemma-4-thinking",)),
+        ModelPolicy(id="other", classes=(), aliases=("another",)),
+    ),
+    backends={},
+    pools={},
+)
+
+
+def asked(
+    model: str = "gemma-4-thinking",
+    *,
+    endpoint: Endpoint = Endpoint.CHAT,
+    thinking: bool = False,
+    **members: Any,
+) -> Asked:
+    request = Request(endpoint=endpoint, model=model, prompt=Prompt(thinking=thinking), reasoning=thinking)
+    return Asked(request, members)
+
+
+@pytest.mark.parametrize(
+    ("request_", "reasons"),
+    [
+        pytest.param(asked(), True, id="nothing-said"),
+        pytest.param(asked(chat_template_kwargs={"level": 3}), True, id="nothing-said-of-it"),
+        pytest.param(asked(thinking=True, reasoning_effort="low"), False, id="said"),
+        pytest.param(asked(chat_template_kwargs={"enable_thinking": False}), False, id="said-not-to"),
+        pytest.param(asked(reasoning_effort="none"), False, id="no-effort"),
+        pytest.param(asked(chat_template_kwargs="yes"), False, id="what-the-engine-refuses"),
+        pytest.param(asked(endpoint=Endpoint.COMPLETIONS), False, id="no-chat"),
+        pytest.param(asked("gemma-4"), False, id="the-model"),
+        pytest.param(asked("another"), False, id="an-alias"),
+        pytest.param(asked("unknown"), False, id="no-model"),
+    ],
+)
+def test_a_name_that_requests_reasoning(request_: Asked, reasons: bool) -> None:
+    prompt = request_.request.prompt
+    assert deciding.reasons_by_name(POLICY, request_) is reasons
+    assert deciding.prompt_of(POLICY, request_) == Prompt(thinking=reasons or prompt.thinking)
