@@ -358,6 +358,11 @@ def test_a_bad_body_says_what_is_wrong_with_it(raw: bytes, code: str, param: str
     assert (caught.value.code, caught.value.param) == (code, param)
 
 
+def test_an_empty_body_is_called_empty() -> None:
+    with pytest.raises(InvalidRequest, match=r"not valid JSON: it is empty\.$"):
+        read(Endpoint.CHAT, b" \n", RULES)
+
+
 @pytest.mark.parametrize(
     "part",
     [
