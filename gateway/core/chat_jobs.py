@@ -92,18 +92,19 @@ class ChatReplay:
         self.chunks = 0
         self.has_spoken = False
         self.is_broken = False
+        self._is_invalid = False  # the answer has an invalid event, so its worker starts it over
 
     def tell(self, chunks: Sequence[Chunk]) -> bytes:
         """Process further chunks; return the bytes to send, without the final `[DONE]`."""
         self.chunks += len(chunks)
-        if self.has_spoken and any(chunk.restarts for chunk in chunks):
-            self.is_broken = True
-        if self.is_broken:
+        if any(chunk.restarts for chunk in chunks):
+            self.is_broken, self._is_invalid = self.has_spoken, False
+        if self.is_broken or self._is_invalid:
             return b""
         try:
             data = b"".join([self._shown(event) for event in events(current(chunks), self._decode)])
-        except INVALID_EVENT:  # its worker starts it over
-            self.is_broken = self.has_spoken
+        except INVALID_EVENT:
+            self.is_broken, self._is_invalid = self.has_spoken, True
             self._roles.clear()
             return b""
         self.has_spoken = self.has_spoken or bool(data)

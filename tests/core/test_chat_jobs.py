@@ -141,6 +141,7 @@ def test_an_answer_that_begins_anew_breaks_a_stream_that_has_spoken() -> None:
 def test_an_answer_with_an_invalid_event_breaks_a_stream_that_has_spoken(bad: bytes) -> None:
     replay = ChatReplay(job(), include_usage=False)
     assert replay.tell(chunks(event(role="assistant") + bad)) == b""
+    assert replay.tell(chunks(event(content="the rest of it"))) == b""
     assert not replay.is_broken
     told = replay.tell(chunks(event(role="assistant"), event(content="It is 41"), restarts=0))
     assert deltas(told) == [{"role": "assistant"}, {"content": "It is 41"}]

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from gateway.core.job_answers import INVALID_EVENT
+from gateway.core.job_answers import events as chat_events
 from gateway.core.jobs import Chunk, Job, JobStatus
-from gateway.core.responses.chat_stream import ChatStream
 from gateway.core.responses.draft import Draft, Event
-from gateway.core.sse import DONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,9 @@ class Replay:
     def __init__(self, facts: JobFacts, decode: Callable[[bytes], Any] = json.loads) -> None:
         """Start before the first event."""
         self._draft = Draft(dict(facts.response), facts.token, facts.first_index)
-        self._stream = ChatStream(self._draft, decode)
+        self._decode = decode
         self._is_begun = self._is_started = False
+        self._is_invalid = False  # the answer has an invalid event, so its worker starts it over
         self.chunks = 0
 
     @property
@@ -90,10 +91,21 @@ class Replay:
             self.chunks += 1
             if chunk.restarts:
                 events += self._draft.restart()
-                self._stream.tail = b""
-            events += self._stream.feed(chunk.data.replace(DONE, b""), int(job.started_at or 0))
+                self._is_invalid = False
+            events += self._said(chunk)
         if job.status.is_final and self.chunks >= job.chunks and not self.is_over:
             events += self._end(job)
+        return events
+
+    def _said(self, chunk: Chunk) -> list[Event]:
+        events: list[Event] = []
+        if self._is_invalid:
+            return events
+        try:
+            for said in chat_events((chunk,), self._decode):
+                events += self._draft.add(said)
+        except INVALID_EVENT:
+            self._is_invalid = True
         return events
 
     def _end(self, job: Job) -> list[Event]:
@@ -104,6 +116,8 @@ class Replay:
             case JobStatus.FAILED:
                 error_type = "invalid_request_error" if _is_callers(job) else "server_error"
                 return self._draft.fail(error_type, job.error.message if job.error else "The job failed.")
+        if self._is_invalid:
+            return self._draft.fail("server_error", "The backend sent an invalid event.")
         return self._draft.complete(now)
 
 

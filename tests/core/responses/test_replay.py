@@ -99,10 +99,34 @@ def test_a_job_that_failed_says_why(error: JobError | None, code: str, message: 
     assert last["response"]["error"] == {"code": code, "message": message}
 
 
-def test_an_answer_that_failed_under_way_ends_once() -> None:
+BAD = [b"{", b"[]", b'{"choices": [{"finish_reason": "stop"}']
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_an_answer_with_an_invalid_event_is_told_as_one_that_starts_over(bad: bytes) -> None:
     running, over = jobs()
-    broken = b'data: {"error": {"type": "server_error", "message": "It broke."}}\n\n'
+    replay, late = Replay(JobFacts.of(running)), Replay(JobFacts.of(over))
+    stored = [
+        Chunk(0, 1, piece("one ") + b"data: " + bad + b"\n\n" + piece("lost ")),
+        Chunk(1, 1, piece("too", "stop") + DONE),
+        Chunk(2, 2, piece("again", "stop") + DONE, restarts=True),
+    ]
 
-    events = Replay(JobFacts.of(running)).tell(replace(over, chunks=1), [Chunk(0, 1, broken)])
+    told = [event for chunk in stored for event in replay.tell(running, [chunk])] + replay.tell(over, [])
 
-    assert [event["type"] for event in events][3:] == ["response.failed"]
+    deltas = [event["delta"] for event in told if event["type"] == "response.output_text.delta"]
+    assert deltas == ["one ", "again"]
+    assert told[-1]["type"] == "response.completed"
+    assert [item["content"][0]["text"] for item in told[-1]["response"]["output"]] == ["again"]
+    assert late.tell(over, stored) == told
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_an_answer_that_has_ended_with_an_invalid_event_has_failed(bad: bytes) -> None:
+    running, over = jobs()
+    broken = piece("one ") + b"data: " + bad + b"\n\n"
+
+    (*_, last) = Replay(JobFacts.of(running)).tell(replace(over, chunks=1), [Chunk(0, 1, broken)])
+
+    assert last["type"] == "response.failed"
+    assert last["response"]["error"] == {"code": "server_error", "message": "The backend sent an invalid event."}
