@@ -248,11 +248,18 @@ local function drop_entry(stream, entry)
     redis.call('XDEL', stream, entry)
 end
 
+-- Creates a stream, or its group alone if that was destroyed by hand: then its entries are pending again, until the next
+-- heartbeats of their workers, or as lost.
+local function open(stream)
+    if redis.call('EXISTS', stream) == 0 or #redis.call('XINFO', 'GROUPS', stream) == 0 then
+        redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
+        redis.call('XREADGROUP', 'GROUP', GROUP, BY_SWEEP, 'STREAMS', stream, '>')
+    end
+end
+
 local function put_into_stream(job)
     local stream = key('left', job.priority, job.lane)
-    if redis.call('EXISTS', stream) == 0 then
-        redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM')
-    end
+    open(stream)
     set(job, {stream = stream, entry = redis.call('XADD', stream, '*', 'job', job.id)})
 end
 
@@ -465,6 +472,7 @@ local function streams_of(lane)
         for _, kind in ipairs({'again', 'left', 'new'}) do
             local stream = key(kind, priority, lane)
             if redis.call('EXISTS', stream) == 1 then
+                open(stream)
                 found[#found + 1] = stream
             end
         end

@@ -1161,6 +1161,28 @@ async def test_jobs_whose_stream_was_deleted_are_kept_by_beats_and_taken_over(
     assert not await world.streams()
 
 
+@pytest.mark.parametrize("first", ["claim", "beat", "sweep"])
+async def test_jobs_whose_group_was_destroyed_are_kept_by_beats_and_taken_over(
+    world: JobWorld, jobs: Jobs, first: str
+) -> None:
+    await world.submit(jobs, "a", "b", "c")
+    await world.claim(jobs)
+    await world.claim(jobs)
+    (stream,) = await world.streams()
+    await world.redis.xgroup_destroy(stream, "workers")
+    if first == "sweep":
+        await world.is_due()
+    if first == "beat":
+        assert await jobs.beat("w", [jobs.held("b")], NO_MODELS) == []
+    assert await claimed(jobs) == ["c"]
+    await world.lose_worker_of("a")
+    await jobs.beat("another", [jobs.held("b")], NO_MODELS)
+    assert [(await get(jobs, id)).status for id in "ab"] == [JobStatus.QUEUED, JobStatus.IN_PROGRESS]
+    for id in "abc":
+        await jobs.cancel(id)
+    assert not await world.streams()
+
+
 async def test_a_job_that_was_deleted_by_hand_holds_nobody_up(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a", "b")
     await world.redis.delete(world.key("job", "a"))
