@@ -3,7 +3,7 @@
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -57,6 +57,11 @@ callers do not ask in step."""
 CHUNKS_AT_ONCE = 64
 """Maximum chunks read at once by a follower. A choice: 16 s of an answer as it is written
 (`jobs.record.CHUNK_S`)."""
+
+LONG_BYTES = 262_144
+LONG_AT_ONCE = 2
+"""Maximum answers of jobs longer than this that are read at once. A choice: twenty of 7 MB at once took the
+store's connections, and the time in which it has to answer, from all other callers."""
 
 AWAY_S = 60.0
 """How long a caller is kept waiting while the store is unreachable. A choice: a failover takes seconds."""
@@ -177,6 +182,7 @@ class Background:
         self._clock = clock
         self._away_s = away_s
         self._lanes: tuple[float, Mapping[str, Lane]] = (float("-inf"), {})
+        self._long = anyio.Semaphore(LONG_AT_ONCE)
 
     async def submit(
         self,
@@ -295,8 +301,9 @@ class Background:
     async def answer(self, job: Job) -> bytes:
         """Return the chat completion of a successful job."""
         job = await self._loaded(job)
-        chunks = await self._chunks_of_final(job)
-        return await decoded(len(job.new.body) + size_of(chunks), partial(whole, job, chunks))
+        async with self._turn(job, 0):
+            chunks = await self._chunks_of_final(job)
+            return await decoded(len(job.new.body) + size_of(chunks), partial(whole, job, chunks))
 
     async def facts(self, job: Job) -> JobFacts:
         """Return the facts of a job."""
@@ -306,8 +313,9 @@ class Background:
     async def response(self, job: Job, facts: JobFacts | None = None) -> dict[str, Any]:
         """Return the current response object of a job. `facts`: its facts, if they are known."""
         facts = facts or await self.facts(job)
-        chunks = await self._chunks_of_final(job) if job.status.is_final else []
-        response = await decoded(size_of(chunks), partial(_replayed, facts, job, chunks))
+        async with self._turn(job, 0):
+            chunks = await self._chunks_of_final(job) if job.status.is_final else []
+            response = await decoded(size_of(chunks), partial(_replayed, facts, job, chunks))
         if not job.status.is_final:
             response["status"] = job.status.value
             response["queue"] = await self.place(job)
@@ -373,7 +381,8 @@ class Background:
                     with self.waits.until_end():
                         if await self._jobs.changed(job.id, replay.chunks, FOLLOW_S, job.status):
                             job = await self._again(job)
-                chunks = await self._jobs.chunks(job.id, replay.chunks, CHUNKS_AT_ONCE)
+                async with self._turn(job, replay.chunks):
+                    chunks = await self._jobs.chunks(job.id, replay.chunks, CHUNKS_AT_ONCE)
                 outage.over()
             except StoreUnavailable as error:
                 yield ()
@@ -394,6 +403,11 @@ class Background:
         """Return when to poll a response again."""
         start_s = (response.get("queue") or {}).get("expected_start_s")
         return max(RETRY_AFTER_S, min(RETRY_AFTER_MAX_S, int(start_s or 0)))
+
+    def _turn(self, job: Job, start: int) -> AbstractAsyncContextManager[object]:
+        """Return the turn to read the stored chunks of a job from number `start` on."""
+        is_long = start < job.chunks and job.size_bytes > LONG_BYTES
+        return self._long if is_long else nullcontext()
 
     async def _again(self, job: Job) -> Job:
         found = await self._jobs.get(job.id)

@@ -13,7 +13,7 @@ from gateway.core.errors import GatewayError, StoreUnavailable
 from gateway.core.jobs import Chunk, Job, JobError, JobStatus, Lane, NewJob, Queue
 from gateway.core.responses.replay import JobFacts
 from gateway.core.values import OnDisconnect
-from gateway.downstream.background import Background, JobRules, Waits
+from gateway.downstream.background import LONG_AT_ONCE, LONG_BYTES, Background, JobRules, Waits
 from gateway.downstream.relay import HttpDownstream
 from gateway.downstream.waiting_caller import Waiter, WaitingCaller
 from gateway.ports import JobStore
@@ -186,6 +186,71 @@ async def test_a_follower_waits_for_a_store_that_is_away(
     numbers = [one["sequence_number"] for one in told]
     expected = list(range(len(told))) if last != "error" else [*range(len(told) - 1), len(told) - 2]
     assert numbers == expected
+
+
+class Held(Answered):
+    """A store that answers who reads an answer only when it may."""
+
+    def __init__(self, job: Job, *said: bytes) -> None:
+        super().__init__(job, *said)
+        self.may_answer = anyio.Event()
+        self.reading = self.most = 0
+
+    async def chunks(self, job_id: str, start: int = 0, limit: int = 1000) -> Sequence[Chunk]:
+        self.reading += 1
+        self.most = max(self.most, self.reading)
+        await self.may_answer.wait()
+        self.reading -= 1
+        return self.said[start:]
+
+    async def all_chunks(self, job_id: str) -> Sequence[Chunk]:
+        return await self.chunks(job_id)
+
+
+@pytest.mark.parametrize("way", ["response", "answer", "events"])
+@pytest.mark.parametrize(("size_bytes", "at_once"), [(LONG_BYTES, 5), (LONG_BYTES + 1, LONG_AT_ONCE)])
+async def test_few_long_answers_are_read_at_once(way: str, size_bytes: int, at_once: int) -> None:
+    facts = JobFacts({"id": "resp_1", "status": "queued"}, "0" * 32, 0, {}, {}).encoded()
+    new = NewJob("resp_1", None, "m/c", b'{"model":"m"}', facts)
+    job = Job(new, JobStatus.COMPLETED, attempt=1, chunks=1, size_bytes=size_bytes)
+    store = Held(job, b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":"stop"}]}\n\n')
+    background, told = background_of(World(), store), list[object]()
+
+    async def ask() -> None:
+        if way == "events":
+            told.append([one async for batch in background.events(job, -1) for one in batch][-1])
+        else:
+            told.append(await getattr(background, way)(job))
+
+    with anyio.fail_after(3):
+        async with anyio.create_task_group() as tasks:
+            for _ in range(5):
+                tasks.start_soon(ask)
+            await anyio.wait_all_tasks_blocked()
+            assert store.reading == at_once
+            store.may_answer.set()
+
+    assert store.most == at_once
+    assert told == 5 * told[:1]
+
+
+async def test_who_follows_a_long_answer_takes_no_turn_for_what_is_new() -> None:
+    facts = JobFacts({"id": "resp_1", "status": "queued"}, "0" * 32, 0, {}, {}).encoded()
+    new = NewJob("resp_1", None, "m/c", b"{}", facts)
+    running = Job(new, JobStatus.IN_PROGRESS, attempt=1, size_bytes=LONG_BYTES + 1)
+    store = Held(running)
+    background = background_of(World(), store)
+
+    async def follow() -> None:
+        async for _ in background.events(running, -1):
+            pass
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(5):
+            tasks.start_soon(follow)
+        await anyio.wait_all_tasks_blocked()
+        assert store.reading == 5
+        tasks.cancel_scope.cancel()
 
 
 class Unchanged(Answered):
