@@ -87,6 +87,22 @@ async def test_what_expires_first_makes_room(kept: ResponseStore) -> None:
     assert await kept.get("b", "theirs")
 
 
+@pytest.mark.parametrize(("times", "hours"), [(1, 1.0), (100, 5.0)])
+async def test_what_was_replaced_or_deleted_does_not_count_for_what_makes_room(
+    kept: ResponseStore, times: int, hours: float
+) -> None:
+    await kept.put("a", "late", b"x" * 300, 0.5 * HOUR)
+    await kept.put("a", "late", b"x" * 300, 3.0 * HOUR)
+    await kept.put("a", "early", b"x" * 300, 2.0 * HOUR)
+    for _ in range(times):
+        await kept.put("a", "gone", b"x", hours * HOUR)
+    await kept.delete("a", "gone")
+
+    await kept.put("a", "new", b"x" * 500, 4.0 * HOUR)
+
+    assert [bool(await kept.get("a", id)) for id in ("late", "early", "new")] == [True, False, True]
+
+
 async def test_the_bound_is_exact_and_what_was_deleted_counts_no_more(kept: ResponseStore) -> None:
     for id in ("r1", "r2", "r3", "r4"):
         await kept.put("a", id, b"x" * 250, HOUR)
