@@ -1,6 +1,6 @@
 """Jobs for their callers, where the store is a few answers. With a real one: tests/e2e/test_background.py."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -9,11 +9,18 @@ import anyio
 import pytest
 from support.world import Incoming, World
 
-from gateway.core.errors import GatewayError, StoreUnavailable
-from gateway.core.jobs import Chunk, Job, JobError, JobStatus, Lane, NewJob, Queue
+from gateway.core.errors import GatewayError, ResponseNotFound, StoreUnavailable
+from gateway.core.jobs import Chunk, Job, JobError, JobStatus, Lane, NewJob, Queue, Refusal
 from gateway.core.responses.replay import JobFacts
 from gateway.core.values import OnDisconnect
-from gateway.downstream.background import LONG_AT_ONCE, LONG_BYTES, Background, JobRules, Waits
+from gateway.downstream.background import (
+    LONG_AT_ONCE,
+    LONG_BYTES,
+    Background,
+    JobRules,
+    Waits,
+    headers_kept,
+)
 from gateway.downstream.relay import HttpDownstream
 from gateway.downstream.waiting_caller import Waiter, WaitingCaller
 from gateway.ports import JobStore
@@ -93,6 +100,82 @@ async def test_a_job_that_may_have_been_accepted_is_revoked_unless_its_caller_ca
         )
 
     assert revoked == (["resp_1"] if is_revoked else [])
+
+
+class Accepting:
+    """What `Background.submit` asks of `ports.JobStore`: it says `says`, or accepts what comes."""
+
+    def __init__(self, says: Job | Refusal | None = None) -> None:
+        self.says = says
+        self.submitted: list[NewJob] = []
+
+    async def submit(self, job: NewJob, *_: object, **__: object) -> Job | Refusal:
+        self.submitted.append(job)
+        return self.says or Job(job, JobStatus.QUEUED, created_at=7.9)
+
+
+def submitting(background: Background, **more: Any) -> Awaitable[tuple[Job, JobFacts | None]]:
+    facts = JobFacts({"id": "resp_1"}, "0" * 32, 0, {}, {})
+    given: dict[str, Any] = {
+        "id": "resp_1",
+        "store": True,
+        "idempotency_key": "k",
+        "route": "/v1/responses",
+        "body": b"{}",
+    }
+    return background.submit(Incoming(World().request(), members={"messages": []}), facts, **(given | more))
+
+
+@pytest.mark.parametrize(("store", "keep_s"), [(True, 86_400.0), (False, 600.0)])
+async def test_a_job_that_is_accepted_is_told_with_its_facts_and_kept_as_its_caller_wants(
+    store: bool, keep_s: float
+) -> None:
+    jobs = Accepting()
+
+    job, facts = await submitting(background_of(World(), jobs), store=store)
+
+    assert (job.new, job.new.keep_s) == (jobs.submitted[0], keep_s)
+    assert facts is not None and facts.response == {"id": "resp_1", "created_at": 7}
+
+
+async def test_a_job_that_was_accepted_before_is_told_without_the_facts_of_its_repeat() -> None:
+    former = Job(NewJob("resp_0", None, "m/c", b"{}"), JobStatus.COMPLETED)
+
+    assert await submitting(background_of(World(), Accepting(former))) == (former, None)
+
+
+@pytest.mark.parametrize("refusal", Refusal)
+async def test_a_job_that_is_refused_says_why(refusal: Refusal) -> None:
+    with pytest.raises(GatewayError) as refused:
+        await submitting(background_of(World(), Accepting(refusal)))
+
+    is_reused = refusal is Refusal.IDEMPOTENCY_KEY_REUSED
+    assert (refused.value.code, refused.value.retry_after_s) == (refusal.value, None if is_reused else 30)
+
+
+def test_only_headers_of_the_site_that_are_short_are_kept() -> None:
+    longest = {"x-team": "a" * 250}
+    given = {"authorization": "Bearer secret", "cookie": "secret", **longest, "x-long": "a" * 251}
+
+    assert headers_kept(given) == longest
+    assert len(headers_kept({f"x-{number}": "" for number in range(99)})) == 32
+
+
+@pytest.mark.parametrize(
+    ("queue", "retry_after_s"),
+    [
+        (None, 5),
+        ({"expected_start_s": None}, 5),
+        ({"expected_start_s": 3.0}, 5),
+        ({"expected_start_s": 30.4}, 30),
+        ({"expected_start_s": 400.0}, 59),
+    ],
+)
+def test_when_a_job_is_to_be_asked_for_again(queue: Any, retry_after_s: int) -> None:
+    background = background_of(World(), None)
+
+    assert background.retry_after_s({"queue": queue}) == retry_after_s
+    assert background.retry_after_s({}) == 5
 
 
 class Answered:
@@ -186,6 +269,53 @@ async def test_a_follower_waits_for_a_store_that_is_away(
     numbers = [one["sequence_number"] for one in told]
     expected = list(range(len(told))) if last != "error" else [*range(len(told) - 1), len(told) - 2]
     assert numbers == expected
+
+
+@pytest.mark.parametrize(("key", "batch"), [("bob", ""), (None, ""), ("alice", "batch_1")])
+async def test_a_job_of_another_key_and_a_line_of_a_batch_are_not_there(key: str | None, batch: str) -> None:
+    job = Job(NewJob("resp_1", "alice", "m/c", b"", batch=batch), JobStatus.QUEUED)
+    background = background_of(World(), Answered(job))
+
+    assert await background.get(key, "resp_1") is None
+    assert await background.cancel(key, "resp_1") is None
+    assert not await background.delete(key, "resp_1")
+
+
+class Gone(Answered):
+    """A store that has forgotten a job since its caller has looked."""
+
+    async def get(self, job_id: str) -> Job:
+        return cast(Job, None)
+
+    load = get
+
+    async def all_chunks(self, job_id: str) -> Sequence[Chunk]:
+        return ()
+
+
+@pytest.mark.parametrize("status", [JobStatus.QUEUED, JobStatus.COMPLETED])
+@pytest.mark.parametrize("way", ["over", "response", "answer", "facts"])
+async def test_a_job_that_is_gone_meanwhile_is_not_there(way: str, status: JobStatus) -> None:
+    facts = JobFacts({"id": "resp_1", "status": "queued"}, "0" * 32, 0, {}, {})
+    job = Job(NewJob("resp_1", None, "m/c", b"{}"), status, chunks=1)
+    background = background_of(World(), Gone(job))
+    more: dict[str, tuple[Any, ...]] = {"over": (1.0,)}
+    if status.is_final:
+        more["response"] = (facts,)
+
+    with pytest.raises(ResponseNotFound):
+        await getattr(background, way)(job, *more.get(way, ()))
+
+
+async def test_a_job_that_was_returned_to_the_queue_is_queued() -> None:
+    facts = JobFacts({"id": "resp_1", "status": "queued"}, "0" * 32, 0, {}, {})
+    job = Job(NewJob("resp_1", None, "m/c", b"{}"), JobStatus.QUEUED, attempt=1, position=1)
+    store = Queued()
+    store.may_answer.set()
+
+    response = await background_of(World(), store).response(job, facts)
+
+    assert (response["status"], response["queue"]["position"]) == ("queued", 1)
 
 
 class Held(Answered):
