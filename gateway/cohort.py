@@ -23,7 +23,7 @@ loops' own limit for that."""
 
 
 class Cohort:
-    """The requests of one event loop that are ready, rather than waiting for a backend.
+    """The requests of one event loop that are ready, rather than waiting for a slot or for a backend.
 
     Attributes:
         size: How many there are. Those that do not count themselves, such as probes, are not among them.

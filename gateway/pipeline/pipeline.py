@@ -146,7 +146,7 @@ class Pipeline:
         self._backends: Mapping[str, Backend] = self._newest.backends
         self.cohort = Cohort() if cohort is None else cohort
         self.watch = watch
-        self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock)
+        self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock, self.cohort)
         watch.on_share_raised(self.room.look)
         self.first_tokens = FirstTokens(ledger, clock)
         self._is_ending = False  # a cancelled request does not mean that its caller has left

@@ -12,6 +12,7 @@ from math import inf
 
 import anyio
 
+from gateway.cohort import Cohort
 from gateway.core.errors import AtCapacity, Draining, NoBackend, ShedError
 from gateway.core.selection import BackendView
 from gateway.core.values import Candidate, Ranking
@@ -37,13 +38,33 @@ class PolicyChanged(Exception):
 class _Waiter:
     """A queued request, and the result it is waiting for."""
 
-    __slots__ = ("error", "is_outdated", "place", "woken")
+    __slots__ = ("_cohort", "_is_ready", "_woken", "error", "is_outdated", "place")
 
-    def __init__(self) -> None:
+    def __init__(self, cohort: Cohort) -> None:
         self.is_outdated = False  # it will ask again under a new policy
-        self.woken = anyio.Event()
         self.place: tuple[Candidate, Slot] | None = None
         self.error: ShedError | None = None
+        self._cohort = cohort
+        self._is_ready = True
+        self._woken = anyio.Event()
+
+    async def wait(self) -> None:
+        """Wait until it is woken; it is not ready meanwhile."""
+        self._is_ready = False
+        self._cohort.size -= 1
+        try:
+            await self._woken.wait()
+        finally:
+            self._get_ready()
+
+    def wake(self) -> None:
+        self._woken.set()
+        self._get_ready()  # now, so that those that are woken together take their steps together
+
+    def _get_ready(self) -> None:
+        if not self._is_ready:
+            self._is_ready = True
+            self._cohort.size += 1
 
 
 class WaitingRoom:
@@ -55,12 +76,17 @@ class WaitingRoom:
         ledger: Ledger,
         views: Callable[[], Mapping[str, BackendView]],
         clock: Clock,
+        cohort: Cohort,
     ) -> None:
-        """Acquire slots on `ledger` as `line` orders; `views` returns backends without prefix shares."""
+        """Acquire slots on `ledger` as `line` orders; `views` returns backends without prefix shares.
+
+        A request that is queued leaves `cohort` meanwhile.
+        """
         self.line = line
         self._ledger = ledger
         self._views = views
         self._clock = clock
+        self._cohort = cohort
         self._waiters: dict[str, _Waiter] = {}
         self._outdated: deque[_Waiter] = deque()  # still to be woken because the policy has changed
         self._waited_for: frozenset[str] = frozenset()
@@ -87,7 +113,7 @@ class WaitingRoom:
         for waiter in self._waiters.values():
             if waiter.place is None:
                 waiter.error = Draining()
-                waiter.woken.set()
+                waiter.wake()
 
     async def admit(
         self, ticket: Ticket, ranking: Ranking | None, *, has_waited: bool
@@ -117,13 +143,13 @@ class WaitingRoom:
             refused = self.line.enter(ticket, self._clock.now(), has_waited=has_waited)
             if refused is not None:
                 raise _shed(refused)
-        waiter = self._waiters[ticket.id] = _Waiter()
+        waiter = self._waiters[ticket.id] = _Waiter(self._cohort)
         try:
             if offer is not None:
                 await self._take(offer)
             if waiter.place is None:
                 self.look()
-                await waiter.woken.wait()
+                await waiter.wait()
         except anyio.get_cancelled_exc_class():
             if waiter.place is not None:  # the caller left just as its turn came
                 await self.release(ticket, waiter.place[1], answered=False)
@@ -157,7 +183,7 @@ class WaitingRoom:
                 waiter = self._waiters.get(refused.id)
                 if waiter is not None and not waiter.is_outdated:  # otherwise it enters the line again
                     waiter.error = _shed(refused)
-                    waiter.woken.set()
+                    waiter.wake()
             has_missed = await self._take_all(turn.offers)
             if not self._ledger.is_local:
                 self._waited_for = self.line.waited_for()
@@ -167,7 +193,7 @@ class WaitingRoom:
                 patience_s = max(0.0, turn.next_turn_at - self._clock.now())
             together = max(1, min(REDECIDED_TOGETHER, _ONE_TOGETHER_BACKENDS // (1 + len(views))))
             for _ in range(min(together, len(self._outdated))):
-                self._outdated.popleft().woken.set()
+                self._outdated.popleft().wake()
             if self._outdated:
                 patience_s = 0.0
             elif has_missed:  # requests whose slot was gone are queued again, after this turn was computed
@@ -215,7 +241,7 @@ class WaitingRoom:
             self.line.started(ticket.id, self._clock.now())
             waiter = self._waiters[ticket.id]
             waiter.place = (candidate, slot)
-            waiter.woken.set()
+            waiter.wake()
             return True
         gone = [candidate.backend for candidate in offer.candidates]
         self.line.missed(ticket.id, gone, self._clock.now())

@@ -1,6 +1,7 @@
 """The waiting room before a ledger that others use: places that are gone, and places taken at once."""
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -418,3 +419,48 @@ async def test_of_many_that_wait_a_few_at_a_time_are_decided_anew() -> None:
         tasks.cancel_scope.cancel()
 
     assert max(now - before for before, now in pairwise([0, *moved])) <= REDECIDED_TOGETHER
+
+
+@pytest.mark.parametrize(
+    "end, ended", [("served", 3), ("left", 2), ("refused", 2), ("closed", 2), ("decided anew", 0)]
+)
+async def test_whoever_is_queued_is_not_ready_before_it_is_woken(end: str, ended: int) -> None:
+    world, gate = World(), anyio.Event()
+    filled(world, gate)
+    cohort, room = world.pipeline.cohort, world.pipeline.room
+
+    async def queue(number: int, caller: anyio.CancelScope) -> None:
+        with caller, suppress(AtCapacity, Draining):
+            await ask(world, number, "a")
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(room.run)
+        for number in range(4):
+            tasks.start_soon(ask, world, number, "a")
+        await anyio.wait_all_tasks_blocked()
+        callers = [anyio.CancelScope() for _ in range(2)]
+        for number, caller in enumerate(callers, 4):
+            tasks.start_soon(queue, number, caller)
+        await anyio.wait_all_tasks_blocked()
+        assert (len(room.line), cohort.size) == (2, 4)
+
+        match end:
+            case "served":
+                gate.set()
+            case "left":
+                for caller in callers:
+                    caller.cancel()
+            case "refused":
+                world.clock.time += 1_000.0
+                room.look()
+            case "closed":
+                room.close()
+                assert cohort.size == 6  # both, before the first of them goes on
+            case "decided anew":
+                world.pipeline.policy_changed()
+        await anyio.wait_all_tasks_blocked()
+        assert len(world.notes.requests) == ended
+        assert cohort.size == (3 if end == "served" else 4)
+        tasks.cancel_scope.cancel()
+
+    assert cohort.size == 0
