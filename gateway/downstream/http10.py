@@ -56,7 +56,7 @@ def _is_to_be_kept(headers: Any) -> bool:
 
 def _reset_at_close(transport: asyncio.Transport, is_so: bool) -> None:
     """Configure whether closing the connection resets it."""
-    with suppress(OSError):  # already closed
+    with suppress(OSError, ValueError):  # already closed; ValueError is uvloop's
         transport.get_extra_info("socket").setsockopt(
             socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", is_so, 0)
         )

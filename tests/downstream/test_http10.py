@@ -1,5 +1,6 @@
 """Requests of HTTP/1.0: answers without chunks, and connections that are kept where both sides know."""
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from support.front import KEY, Closed, Front, chat, front, post
 from support.loops import on_both_loops
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, chunk
 from support.world import DONE, HELLO, ROLE
+
+from gateway.core.usage import Ending
 
 CHAT = "POST /v1/chat/completions HTTP/1.0"
 KEEP = "Connection: Keep-Alive"
@@ -95,3 +98,23 @@ async def test_a_stream_that_breaks_off_does_not_end_as_one_that_is_whole(
 
         with pytest.raises(Closed):
             await caller.until_closed()
+
+
+@pytest.mark.parametrize("steps", range(6))
+async def test_a_caller_that_leaves_as_its_stream_begins_is_no_fault(
+    steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def begin(stream: SocketStream, _: object) -> None:
+        caller.close()
+        for _ in range(steps):
+            await anyio.lowlevel.checkpoint()
+        await stream.send(STREAM_HEAD + chunk(ROLE + HELLO))
+
+    async with front("direct", begin) as site:
+        caller = socket.create_connection(("127.0.0.1", site.port))
+        caller.sendall(post(chat(stream=True), line=CHAT))
+        await site.eventually(lambda: bool(site.notes.requests))
+        await site.idle()
+
+    assert [(record.ending, record.error_code) for record in site.notes.requests] == [(Ending.LEFT, "")]
+    assert not caplog.records
