@@ -6,6 +6,7 @@ process does, because it drains two listeners together.
 """
 
 import contextlib
+import logging
 import socket
 from collections.abc import Iterator
 from functools import partial
@@ -17,10 +18,14 @@ import uvicorn
 from litestar.types import ASGIApp
 
 from gateway import tcp
+from gateway.downstream import guard
 from gateway.downstream.direct import DirectProtocol
 from gateway.downstream.direct_call import Chats
 from gateway.downstream.guard import GuardedProtocol
+from gateway.events import about
 from gateway.sockets import BACKLOG
+
+log = logging.getLogger("gateway.downstream")
 
 KEEPALIVE_S = 75
 """Idle connections are closed after this. A choice, longer than the idle timeout of common load balancers, 60
@@ -38,6 +43,10 @@ LOOKS_MAX = 200
 
 LOOKS_S = 0.1
 """How soon the next ones are checked. A choice: 8,192 connections take 4 s."""
+
+ENOUGH_BELOW = 0.9
+"""Below this share of the connections that a listener may have, there is room for others again. A choice: it
+is not logged for every one that comes and goes."""
 
 
 class Listener(uvicorn.Server):
@@ -63,6 +72,7 @@ class Listener(uvicorn.Server):
         self._bound = bound
         self._looked_at = monotonic()
         self._to_look_at: list[Any] = []
+        self._is_full = False
         self._accepting = anyio.Event()
         self._cut = anyio.Event()
         self._ended = anyio.Event()
@@ -115,7 +125,25 @@ class Listener(uvicorn.Server):
             if tcp.is_gone(connection.transport):
                 connection.transport.abort()
             connection.limit_closing()
+        self._note_connections(len(self.server_state.connections), guard.CONNECTIONS_MAX)
         return await super().on_tick(counter)
+
+    def _note_connections(self, count: int, limit: int) -> None:
+        """Log when there are as many as there may be, and when that is over."""
+        was_full, self._is_full = self._is_full, count >= limit * (ENOUGH_BELOW if self._is_full else 1)
+        if self._is_full and not was_full:
+            log.error(
+                "%d connections are open, as many as a port may have: others get a 503",
+                count,
+                extra=about("connections_full", open=count, limit=limit),
+            )
+        elif was_full and not self._is_full:
+            log.warning(
+                "%d connections are open, of at most %d",
+                count,
+                limit,
+                extra=about("connections_enough", open=count, limit=limit),
+            )
 
     async def wait_ended(self) -> None:
         """Wait until every connection is closed."""

@@ -199,6 +199,26 @@ async def test_connections_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None
     assert body["error"]["code"] == "out_of_resources"
 
 
+async def test_a_port_without_room_for_connections_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(guard, "CONNECTIONS_MAX", 2)
+    monkeypatch.setattr(listener, "TICK_S", 0.01)
+
+    async def said(*events: str) -> None:
+        with anyio.fail_after(10):
+            while [record.fields["event"] for record in caplog.records] != [*events]:  # type: ignore[attr-defined]
+                await anyio.lowlevel.checkpoint()
+
+    async with listening() as port, await anyio.connect_tcp("127.0.0.1", port):
+        async with await anyio.connect_tcp("127.0.0.1", port) as second:
+            await said("connections_full")
+            assert (await answer_to(port))[0].startswith(b"HTTP/1.1 503")
+            await second.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await second.receive()).startswith(b"HTTP/1.1 200")
+        await said("connections_full", "connections_enough")
+
+
 def test_an_address_is_an_ip_or_a_name() -> None:
     with bind("::1", 0) as six, bind("localhost", 0) as name:
         assert url_of(six).startswith("http://[::1]:")
