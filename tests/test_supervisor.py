@@ -151,6 +151,7 @@ async def test_how_long_a_worker_that_is_told_to_stop_may_take(
     stops: list[signal.Signals],
     status: int,
 ) -> None:
+    caplog.set_level(logging.INFO, "gateway.supervisor")
     monkeypatch.setattr(supervisor, "END_S", end_s)
     monkeypatch.setattr(sys, "executable", script(tmp_path, "read order", "echo '{}'", *lines))
     sections = "shutdown: {drain_s: 0.01}", "store: redis://127.0.0.1:9", "reload: {watch: false}"
@@ -163,6 +164,8 @@ async def test_how_long_a_worker_that_is_told_to_stop_may_take(
 
     with anyio.fail_after(20):
         assert await supervisor.serve(settings.load(path, {}), {}, 1, "info", ready=ready) == status
+    events = [record.fields["event"] for record in caplog.records]  # type: ignore[attr-defined]
+    assert events[1] == "draining" and events[-1] == "stopped"
     assert ("worker 0 did not stop when told to: killed" in caplog.text) == (drain_s < 1)
     assert ("instead of draining" in caplog.text) == (status == 1)
 
@@ -208,7 +211,11 @@ async def test_a_frozen_worker_does_not_keep_the_others_from_being_told_to_stop(
             tasks.start_soon(group.stop)
             await ended.enough.wait()
             group.kill()
-    assert ended.said[0] == "worker 1 ended (status 3) instead of draining"
+    assert ended.said == [
+        "worker 1 ended (status 3) instead of draining",
+        "worker 0 did not stop when told to: killed",
+        "worker 0 ended (killed by SIGKILL) instead of draining",
+    ]
 
 
 async def test_a_worker_that_hangs_is_killed_and_started_again(
@@ -379,8 +386,15 @@ async def test_a_worker_that_cannot_use_its_configuration_later_does_not_end_the
     assert second == "worker 0 ended (status 2: it is wrong): started again in 1 s"
 
 
+@pytest.mark.parametrize(
+    "worse",
+    [
+        pytest.param(("drain_s: 1", "drain_s: of a while"), id="invalid"),
+        pytest.param(("light}", "light, api_key_env: NOT_SET}"), id="its-secret-is-missing"),
+    ],
+)
 async def test_a_worker_that_is_started_later_gets_what_the_file_says_then_if_it_is_usable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worse: tuple[str, str]
 ) -> None:
     monkeypatch.setattr(supervisor, "LOOK_S", 0.01)
     monkeypatch.setattr(keeper, "PAUSE_S", 0.02)
@@ -400,13 +414,41 @@ async def test_a_worker_that_is_started_later_gets_what_the_file_says_then_if_it
     monkeypatch.setattr(sys, "executable", script(tmp_path, *lines))
 
     def ready(serving: supervisor.Serving) -> None:
-        path.write_text(started.replace("drain_s: 1", "drain_s: of a while"))
+        path.write_text(started.replace(*worse))
 
     with anyio.fail_after(30):
         assert await supervisor.serve(settings.load(path, {}), {}, 1, "info", ready=ready) == 0
     received = [json.loads(order) for order in orders.read_text().splitlines()]
     assert {order["source"] for order in received} == {started}
     assert {order["changed"] for order in received} == {None, better.read_text()}
+
+
+async def test_a_worker_that_is_started_after_a_signal_to_reload_gets_what_was_read_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders = tmp_path / "orders"
+    sections = "shutdown: {drain_s: 1}", "store: redis://127.0.0.1:9", "reload: {watch: false}"
+    path = configured(tmp_path, *sections)
+    started = path.read_text()
+    lines = (
+        "read -r order",
+        f"printf '%s\\n' \"$order\" >> {orders}",
+        "echo '{}'",
+        'case "$order" in *"drain_s: 7"*) kill -TERM $PPID; head -c 1 >/dev/null; exit 0; esac',
+        "head -c 1 >/dev/null",  # it is told to reload
+        "exit 7",
+    )
+    monkeypatch.setattr(sys, "executable", script(tmp_path, *lines))
+
+    def ready(serving: supervisor.Serving) -> None:
+        path.write_text(started.replace("drain_s: 1", "drain_s: 7"))
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    with anyio.fail_after(20):
+        assert await supervisor.serve(settings.load(path, {}), {}, 1, "info", ready=ready) == 0
+    received = [json.loads(order) for order in orders.read_text().splitlines()]
+    assert [order["source"] for order in received] == [started] * 2
+    assert [order["changed"] for order in received] == [None, path.read_text()]
 
 
 class Slow(dict[str, str]):
