@@ -102,7 +102,7 @@ _CLOSE = (b"connection", b"close")
 class _StreamedAnswer:
     """Writes a streamed answer as it arrives."""
 
-    __slots__ = ("_call", "_flow", "_frame", "_match", "_response", "_transform", "_write")
+    __slots__ = ("_call", "_flow", "_match", "_response", "_transform", "_write")
 
     def __init__(
         self,
@@ -111,22 +111,20 @@ class _StreamedAnswer:
         flow: FlowControl,
         response: UpstreamResponse,
         transform: StreamTransform,
-        frame: Callable[[bytes], bytes],
     ) -> None:
-        """Pass the output of `transform` for `response`, framed by `frame`, to `write`."""
+        """Pass the output of `transform` for `response` to `write`, in chunks."""
         self._call = call
         self._write = write
         self._flow = flow
         self._response = response
         self._transform = transform
         self._match = transform.match
-        self._frame = frame
 
     def take(self, data: bytes) -> bool:
         """Write the output for some received bytes. Return whether more is wanted."""
         passed_on = self._transform.take(data)
         if passed_on and not self._call.disconnected:
-            self._write(self._frame(passed_on))
+            self._write(_chunk(passed_on))
             if self._flow.write_paused:
                 self._stall()
         return not self._transform.is_over
@@ -138,7 +136,7 @@ class _StreamedAnswer:
             return False
         if not self._call.disconnected:
             # An unchanged chunk is written with its original framing.
-            self._write(chunk if passed_on is chunk else self._frame(passed_on))
+            self._write(chunk if passed_on is chunk else _chunk(passed_on))
             if self._flow.write_paused:
                 self._stall()
         return True
@@ -265,8 +263,6 @@ class DirectCall(HttpDownstream):
             await work()
         except OSError:  # a closed socket, noticed before the event loop has reported it
             return
-        finally:
-            self._is_running = False
 
     async def answer(self) -> None:
         """Answer the request; close the connection if the answer remains incomplete."""
@@ -279,7 +275,6 @@ class DirectCall(HttpDownstream):
         finally:
             if self.received:
                 self._chats.uploads.release(self.received, self.head.key)
-                self.received = 0
             if not self.response_complete:
                 self._write_head()
                 self._transport.close()
@@ -341,14 +336,15 @@ class DirectCall(HttpDownstream):
         await self._write(data)
 
     async def relay(self, response: UpstreamResponse, transform: StreamTransform) -> None:
-        """See `ports.Downstream.relay`. Bytes are written as they arrive, without waking a task."""
+        """See `ports.Downstream.relay`. Bytes are written as they arrive, without waking a task.
 
+        The answer is one whose length is not known.
+        """
         self._write_head()
-        frame = _chunk if self._is_chunked else bytes
         write = self._chats.cohort.at_once(self._transport)
-        streamed = self._streamed = _StreamedAnswer(self, write, self._flow, response, transform, frame)
+        streamed = self._streamed = _StreamedAnswer(self, write, self._flow, response, transform)
         try:
-            await response.stream_to(streamed.take, streamed.take_chunk if self._is_chunked else None)
+            await response.stream_to(streamed.take, streamed.take_chunk)
         finally:
             self._streamed = None
 

@@ -25,7 +25,18 @@ from support.front import KEY, OTHER_KEY, WAYS, Behaviour, Closed, Front, Got, W
 from support.kernel import keepalive_s, vanish
 from support.loops import on_both_loops
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, answer_of, chunk
-from support.world import DONE, HELLO, LIGHT, ROLE, STOP, WHOLE, Estimates, event
+from support.world import (
+    DONE,
+    HELLO,
+    LIGHT,
+    ROLE,
+    STOP,
+    WHOLE,
+    Estimates,
+    Script,
+    ScriptedResponse,
+    event,
+)
 
 from gateway.cohort import Cohort
 from gateway.core.usage import Ending
@@ -1539,6 +1550,61 @@ async def test_a_head_does_not_wait_for_its_body(way: str) -> None:
         has_head.set()
 
         assert (await caller.rest_of(begun)).body == b"late"
+
+
+class Unchanged:
+    """Relays everything as it is."""
+
+    is_over = False
+
+    def take(self, data: bytes) -> bytes:
+        return data
+
+    def match(self, data: bytes, start: int, end: int) -> bytes | None:
+        return None
+
+    def stalled(self) -> None:
+        pass
+
+    def resumed(self) -> None:
+        pass
+
+
+async def test_nothing_ends_no_answer_and_what_is_relayed_comes_behind_its_head(way: str) -> None:
+    async def answer(downstream: HttpDownstream) -> None:
+        await downstream.start(200, [])
+        await downstream.send(b"")
+        await downstream.relay(ScriptedResponse(Script([b"relayed, ", b"at once"])), Unchanged())
+        await downstream.send(b"")
+        await downstream.send(b", and sent")
+        await downstream.finish()
+
+    async with answering(way, answer) as caller:
+        got = await caller.ask(post())
+        assert (got.body, got.is_whole) == (b"relayed, at once, and sent", True)
+
+
+async def test_what_is_sent_waits_for_a_caller_that_reads_slowly(way: str) -> None:
+    sent: list[bytes] = []
+    has_sent = anyio.Event()
+
+    async def answer(downstream: HttpDownstream) -> None:
+        await downstream.start(200, [])
+        for part in (b"x" * 10_000_000, b"y", b"z"):
+            await downstream.send(part)
+            sent.append(part)
+            has_sent.set()
+        await downstream.finish()
+
+    async with answering(way, answer) as caller:
+        await caller.send(post())
+        await has_sent.wait()
+        for _ in range(100):
+            await anyio.lowlevel.checkpoint()
+        assert len(sent) == 1
+        got = await caller.answer()
+
+    assert (got.body, got.is_whole) == (b"x" * 10_000_000 + b"yz", True)
 
 
 async def test_an_end_that_cannot_be_written_is_none(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
