@@ -7,6 +7,7 @@ import asyncio
 import gc
 import inspect
 import os
+import resource
 import socket
 import ssl
 import sys
@@ -42,6 +43,7 @@ from support.raw_server import (
 )
 
 from gateway.core.errors import (
+    OutOfResources,
     UpstreamError,
     UpstreamFailed,
     UpstreamLost,
@@ -265,6 +267,53 @@ async def test_a_connection_that_was_not_idle_long_enough_is_closed_later(
         monkeypatch.setattr(backend_clients, "KEEPALIVE_S", 0.1)  # before the first look at it
         with anyio.fail_after(10):
             await server.closed.wait()
+
+
+async def test_that_no_file_is_left_is_not_the_backends_fault(only_direct: None) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with serving(always(answer_of(b"{}"))) as (_, upstream, target):
+        gc.collect()  # so that none is closed meanwhile
+        os.close(free := os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            with pytest.raises(OutOfResources):
+                async with upstream.open(target, Timeouts()):
+                    pass
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        async with upstream.open(target, Timeouts()) as response:
+            assert await whole(response) == b"{}"
+
+
+async def test_a_connection_that_was_not_idle_long_enough_is_used_again(
+    only_direct: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_clients, "KEEPALIVE_S", 0.0)
+
+    async with serving(always(answer_of(b"{}"))) as (server, upstream, target):
+        async with upstream.open(target, Timeouts()) as response:
+            await whole(response)
+        monkeypatch.setattr(backend_clients, "KEEPALIVE_S", 60.0)
+        for _ in range(20):  # it is looked at
+            await anyio.lowlevel.checkpoint()
+        async with upstream.open(target, Timeouts()) as response:
+            await whole(response)
+
+    assert server.connections == 1
+
+
+async def test_a_connection_that_is_found_to_be_idle_for_too_long_is_closed(
+    only_direct: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_clients, "KEEPALIVE_S", 60.0)
+
+    async with serving(always(answer_of(b"{}"))) as (server, upstream, target):
+        async with upstream.open(target, Timeouts()) as response:
+            await whole(response)
+        monkeypatch.setattr(backend_clients, "KEEPALIVE_S", 0.0)
+        async with upstream.open(target, Timeouts()):
+            with anyio.fail_after(10):
+                await server.closed.wait()
 
 
 async def test_any_number_of_connections_may_have_been_idle_too_long(
