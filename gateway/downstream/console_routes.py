@@ -131,7 +131,7 @@ class Console:
         def request(request_id: FromPath[str]) -> Response[bytes]:
             found = self._source.request(request_id)
             if found is None:
-                raise RequestForgotten("That request is no longer kept.")
+                raise RequestForgotten("That request is not kept, or no longer. The log has a line for it.")
             return Response(compact(found), media_type=MediaType.JSON)
 
         @asgi("/admin/live", copy_scope=True)

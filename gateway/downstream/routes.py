@@ -55,7 +55,10 @@ from gateway.threads import beside
 
 log = logging.getLogger("gateway.downstream")
 
-LISTED_MAX = 200
+LISTED = 200
+"""Requests that are listed if nobody says how many. A choice: 0.5 MB of JSON."""
+
+LISTED_MAX = 1_000
 """Maximum number of requests that may be asked for: as many as are kept (telemetry/journal.py)."""
 
 _NO_EMBEDDINGS = "This gateway serves Gemma 4 for text generation; it has no embeddings."
@@ -288,8 +291,8 @@ class Operators:
                 known = ", ".join(sorted((*self._views, "jobs")))
                 raise RouteNotFound(f"There is nothing at /admin/{view[:100]}. Known views: {known}.")
             shown = self._views[view]()
-            if isinstance(shown, tuple) and "limit" in request.query_params:
-                shown = shown[: limit_of(request.query_params, LISTED_MAX, LISTED_MAX)]
+            if isinstance(shown, tuple) and ("limit" in request.query_params or view == "requests"):
+                shown = shown[: limit_of(request.query_params, LISTED, LISTED_MAX)]
             # In a thread, because rankings of hundreds of decisions may have to be computed now.
             body = await anyio.to_thread.run_sync(indented, shown)
             return Response(body, media_type=MediaType.JSON)

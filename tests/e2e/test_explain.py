@@ -162,7 +162,7 @@ async def test_what_would_be_refused_is_an_answer(fleet: Site) -> None:
     [
         ({}, 400, "Give either"),
         ({"request": CHAT, "request_id": "req-1"}, 400, "Give either"),
-        ({"request_id": "req-none"}, 404, "no longer kept"),
+        ({"request_id": "req-none"}, 404, "not kept"),
         ({"request": CHAT, "model": "x"}, 400, "unknown field"),
         ({"request": CHAT, "headers": {"a": 1}}, 400, "Expected `str`"),
         ({"request": CHAT, "config": "pools: {"}, 400, "gateway.yaml:1"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -454,6 +455,47 @@ def test_the_journal_keeps_what_went_wrong_or_was_late_beside_the_rest() -> None
     assert journal.count == 6
     assert journal.find("late") is late
     assert journal.find("req-0") is None
+
+
+def test_of_many_requests_the_journal_keeps_some_of_each_second_and_all_that_went_wrong() -> None:
+    journal = Journal()
+    ended = [(number, number / 100, Ending.COMPLETED) for number in range(10_000)]  # 100 a second
+    ended[5_000] = (5_000, 50.0, Ending.FAILED)
+    for number, at, ending in ended:
+        journal.finished(replace(RECORD, id=f"req-{number}", ended_at=at, ending=ending))
+
+    kept = [int(record.id.removeprefix("req-")) for record in journal.recent()]
+    assert journal.count == 10_000
+    assert len(kept) == 1_000
+    assert kept[0] >= 9_990
+    assert kept[-1] <= 5_005  # 20 a second
+    assert {one - other for one, other in pairwise(kept)} <= {1, 4, 5, 6}
+    assert journal.find("req-5000") is not None
+
+
+@pytest.mark.parametrize("per_s", [1, 19])
+def test_of_few_requests_the_journal_keeps_all(per_s: int) -> None:
+    journal = Journal()
+    for number in range(1_000):
+        journal.finished(replace(RECORD, id=f"req-{number}", ended_at=number / per_s))
+    assert len(journal.recent()) == 1_000
+
+
+def test_after_a_quiet_time_the_journal_keeps_a_burst() -> None:
+    journal = Journal()
+    for at in (100.0, 200.0):
+        for number in range(300):
+            journal.finished(replace(RECORD, id=f"req-{at}-{number}", ended_at=at))
+    assert 400 <= len(journal.recent()) <= 402
+
+
+def test_a_console_is_told_of_the_newest_and_of_what_went_wrong_before() -> None:
+    journal = Journal()
+    journal.finished(replace(RECORD, id="lost", ending=Ending.FAILED))
+    for number in range(900):
+        journal.finished(replace(RECORD, id=f"req-{number}", ended_at=float(number)))
+    told = [record.id for _, record in journal.since(0)]
+    assert told == [*(f"req-{number}" for number in range(899, 699, -1)), "lost"]
 
 
 @pytest.mark.parametrize(
