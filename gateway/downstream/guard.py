@@ -80,7 +80,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stalled_at = 0.0  # when the write buffer became full
         self._rest_timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None  # the request being answered
-        self._refusal: GatewayError | None = None  # follows the answers to the requests before it
+        self._refusal: GatewayError | None = None  # follows the answers to those before it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept a connection, or reject it if there are too many."""
@@ -152,7 +152,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Start a request."""
         self._is_in_head = True
         self._head_bytes = 0
-        if self._head_timer is None:
+        if self._head_timer is None and not self.has_refused():
             self._await_head()
         super().on_message_begin()
 
@@ -355,22 +355,26 @@ class GuardedProtocol(HttpToolsProtocol):
         What came behind requests that are still being answered is answered after them.
         """
         self._stop_timer()
+        self._refusal = error
         latest = self.cycle
         is_first = not self.pipeline and (latest is None or latest.response_complete or latest.more_body)
         if is_first:
             self._write_refusal(error)
-            return
-        self._refusal = error
-        if latest.more_body:  # it waits for the answers before it
+        elif latest.more_body:  # it waits for the answers before it
             self.pipeline.popleft()
 
     def _write_refusal(self, error: GatewayError) -> None:
+        """Write it, and close the connection. What the caller is still sending must not reset it."""
         body = envelope(error)
         lines = [STATUS_LINE[error.status]]
         headers = [pair for pair in headers_of(error, body) if pair[0] != b"connection"]
         lines += [b"%b: %b\r\n" % pair for pair in (*headers, (b"connection", b"close"))]
         self.transport.write(b"".join((*lines, b"\r\n", body)))
-        self.transport.close()
+        is_running = self.cycle is not None and not self.cycle.response_complete
+        if is_running or len(self.connections) > CONNECTIONS_MAX:
+            self.transport.close()
+        else:
+            self.linger()
 
 
 def _has_path(target: bytes) -> bool:

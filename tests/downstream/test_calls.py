@@ -503,6 +503,31 @@ async def test_a_head_has_a_bound(way: str, count: int) -> None:
         await site.idle()
 
 
+async def test_who_sends_all_of_too_long_a_head_still_gets_the_answer(way: str) -> None:
+    field = b"x: " + b"y" * 6_000_000 + b"\r\n"
+    async with front(way) as site, site.caller() as caller:
+        await caller.send(post(b"", length=None)[:-2], field, field + b"\r\n" + post())
+        got = await caller.answer()
+
+        assert (got.status, got.code, got.header("connection")) == (431, "headers_too_large", "close")
+        assert await caller.is_closed()
+        await caller.stream.aclose()
+        await site.idle()
+        assert site.backend.requests == []
+
+
+async def test_what_comes_behind_nonsense_is_neither_answered_nor_in_the_way_of_its_answer(way: str) -> None:
+    async with front(way) as site, site.caller() as caller:
+        await caller.send(post() + b"nonsense\r\n\r\n" + post() * 3, *[post() * 400] * 8)
+        statuses = [(await caller.answer()).status for _ in range(2)]
+
+        assert statuses == [200, 400]
+        assert await caller.until_closed() == b""
+        await caller.stream.aclose()
+        await site.idle()
+        assert len(site.backend.requests) == 1
+
+
 @pytest.mark.parametrize("count", [1, 900], ids=["one", "many"])
 async def test_a_head_has_a_bound_though_it_comes_at_once(way: str, count: int) -> None:
     fields = [f"x-{number}: {'y' * (90_000 // count)}" for number in range(count)]
