@@ -426,7 +426,7 @@ def members_of(body: bytes, *, values_max: int = VALUES_MAX) -> dict[str, msgspe
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         whole = lone_surrogates.replace_lone_surrogates(body)
         if whole is None:
-            why = error if body.strip() else "it is empty"
+            why = str(error) if body.strip() else "it is empty"
             message = f"The request body is not valid JSON: {why}."
             raise InvalidRequest(message, code="invalid_json") from error
     return members_of(whole, values_max=values_max)
