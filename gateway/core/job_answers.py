@@ -51,13 +51,15 @@ def current(chunks: Iterable[Chunk]) -> list[Chunk]:
     return kept
 
 
-def answer_so_far(chunks: Iterable[Chunk], choices: int = 1) -> AnswerSoFar:
+def answer_so_far(
+    chunks: Iterable[Chunk], choices: int = 1, decode: Callable[[bytes], Any] = json.loads
+) -> AnswerSoFar:
     """Combine stored chunks of an answer with that many choices."""
     content: list[str] = []
     thought: list[str] = []
     calls_tools = False
     finish_reasons: dict[int, str] = {}
-    for event in events(current(chunks)):
+    for event in events(current(chunks), decode):
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
             content.append(delta.get("content") or "")
@@ -72,7 +74,8 @@ def answer_so_far(chunks: Iterable[Chunk], choices: int = 1) -> AnswerSoFar:
 
 
 INVALID_EVENT = (ValueError, TypeError, AttributeError, RecursionError)
-"""What reading stored events raises if one is invalid: a stream is relayed without parsing all of it."""
+"""What reading stored events raises if one is invalid: a stream is relayed without parsing all of it. Whether
+one is depends on the decoder: the worker accepts what its readers can read, who take no NaN."""
 
 
 def events(

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 import anyio
+import msgspec
 from anyio.abc import TaskGroup
 
 from gateway.core.errors import (
@@ -417,7 +418,7 @@ class Worker:
         body = job.new.body
         size = len(body) + size_of(chunks)
         try:
-            return await decoded(size, lambda: answer_so_far(chunks, choices(body)))
+            return await decoded(size, lambda: answer_so_far(chunks, choices(body), msgspec.json.decode))
         except INVALID_EVENT:
             return None
 

@@ -1015,7 +1015,17 @@ async def test_a_continuation_may_be_as_long_as_the_answer_has_tokens_left(world
 
 
 @pytest.mark.parametrize(
-    "bad", [b"{", b"[]", b'{"choices": ["x"]}', b'{"choices": [{"delta": {"content": 1}}]}']
+    "bad",
+    [
+        b"{",
+        b"[]",
+        b'{"choices": ["x"]}',
+        b'{"choices": [{"delta": {"content": 1}}]}',
+        # What `json.loads` takes; those who read the answer do not.
+        b'{"choices": [{"delta": {"content": "\\ud83d"}}]}',
+        b'{"choices": [], "cost": NaN}',
+        b'{"choices": [], "cost": 1e999}',
+    ],
 )
 @pytest.mark.parametrize(("times", "code"), [(1, None), (3, "job_poisoned")])
 async def test_an_answer_with_an_invalid_event_begins_anew(
