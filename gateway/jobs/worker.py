@@ -62,6 +62,10 @@ T = TypeVar("T")
 FINISH_S = 5.0
 """How long a stopped worker may take to return its jobs. A choice: some commands of the store."""
 
+READS_AT_ONCE = 2
+"""Maximum stored answers that are read at once: many end, or are continued, together. A choice: eight of 7 MB
+at once took 0.4 s each, of the time in which the store has to answer; in turn, 0.03 s (Valkey beside it)."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerRules:
@@ -150,6 +154,7 @@ class Worker:
         self._serves = serves
         self._tokens_of = tokens_of
         self._can_run_lane = can_run_lane
+        self._reads = anyio.Semaphore(READS_AT_ONCE)
         self._foreign: frozenset[str] = frozenset()  # lanes of models that are not served here
         self._claims: dict[str, _Claim] = {}
         self._room = anyio.Event()
@@ -414,13 +419,14 @@ class Worker:
 
     async def _answer_so_far(self, job: Job) -> AnswerSoFar | None:
         """Return the stored part of a job's answer; None if it has an invalid event, so must start over."""
-        chunks = await _until_answered(lambda: self._store.all_chunks(job.id))
-        body = job.new.body
-        size = len(body) + size_of(chunks)
-        try:
-            return await decoded(size, lambda: answer_so_far(chunks, choices(body), msgspec.json.decode))
-        except INVALID_EVENT:
-            return None
+        async with self._reads:
+            chunks = await _until_answered(lambda: self._store.all_chunks(job.id))
+            body = job.new.body
+            size = len(body) + size_of(chunks)
+            try:
+                return await decoded(size, lambda: answer_so_far(chunks, choices(body), msgspec.json.decode))
+            except INVALID_EVENT:
+                return None
 
     async def _finish(self, claim: _Claim, status: JobStatus, error: JobError | None = None) -> None:
         job = claim.job

@@ -6,7 +6,7 @@ import logging
 import secrets
 import sys
 import weakref
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -55,7 +55,7 @@ from gateway.core.jobs import (
     NewJob,
     Serving,
 )
-from gateway.jobs.worker import Worker, WorkerRules
+from gateway.jobs.worker import READS_AT_ONCE, Worker, WorkerRules
 from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Incoming
 from gateway.store.jobs import RedisJobs
@@ -1049,6 +1049,35 @@ async def test_an_answer_with_an_invalid_event_begins_anew(
     if code is None:
         assert await content(store, "a") == ANSWER
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_few_answers_are_read_at_once(world: JobWorld) -> None:
+    class Counted(RedisJobs):
+        reading = most = 0
+
+        async def all_chunks(self, job_id: str) -> Sequence[Chunk]:
+            self.reading += 1
+            self.most = max(self.most, self.reading)
+            try:
+                return await super().all_chunks(job_id)
+            finally:
+                self.reading -= 1
+
+    ready = anyio.Event()
+
+    async def together(asked: Asked, number: int) -> None:
+        if number == AFTER_END:
+            if sum(backend.said.values()) == len(WORDS) * len(ids):
+                ready.set()
+            await ready.wait()
+
+    ids = [f"a{number}" for number in range(6)]
+    store, backend = Counted(world.url, prefix=world.prefix, command_s=10.0), Backend(together)
+    await submit(store, *ids)
+    async with working(store, backend, rules=replace(RULES, ahead_max=len(ids))):
+        assert {(await ended(store, id)).status for id in ids} == {JobStatus.COMPLETED}
+    assert store.most == READS_AT_ONCE
+    await store.aclose()
 
 
 async def test_what_an_answer_has_thought_counts_as_part_of_its_length(world: JobWorld) -> None:
