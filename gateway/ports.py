@@ -725,7 +725,10 @@ class IdempotencyStore(Protocol):
     """
 
     async def begin(self, claim: IdempotencyClaim, lease_s: float) -> bytes | KeyState:
-        """Acquire a key (BEGUN), or return the answer stored under it, or why neither is possible."""
+        """Acquire a key (BEGUN), or return the answer stored under it, or why neither is possible.
+
+        If the store does not respond, the key is released as soon as it does, if that is soon.
+        """
 
     async def renew(self, claim: IdempotencyClaim, lease_s: float) -> bool:
         """Renew the lease on a key. False: another runner has the key."""

@@ -82,11 +82,7 @@ class IdempotentRequests:
         arrival, key, body = received.arrival, read_key(written), received.body
         found = await self._readers.run(lambda: fingerprint(body), body)
         claim = IdempotencyClaim(received.key, arrival.route, key, found, arrival.id)
-        try:
-            before = await self.rules.store.begin(claim, self.rules.lease_s)
-        except StoreUnavailable:
-            await HeldKey(self.rules, claim).free()  # perhaps only the reply was lost
-            raise
+        before = await self.rules.store.begin(claim, self.rules.lease_s)
         if isinstance(before, bytes):
             return partial(self._replay, received, StoredAnswer.decoded(before))
         if before is not KeyState.BEGUN:

@@ -4,9 +4,12 @@ A running request holds its key with a lease; a successful answer is stored unde
 lease has expired can neither overwrite the answer nor release the lease of a later runner.
 """
 
+import asyncio
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from gateway.core.errors import StoreUnavailable
 from gateway.core.idempotency import IdempotencyClaim, KeyState
 from gateway.store.connections import milliseconds
 from gateway.store.outages import LoggedConnections
@@ -40,10 +43,17 @@ class RedisIdempotency:
             connections_max=CONNECTIONS_MAX,
         )
         self._script = self._connections.script("expiring_records", "idempotency")
+        self._freeing: set[asyncio.Task[None]] = set()
 
     async def begin(self, claim: IdempotencyClaim, lease_s: float) -> bytes | KeyState:
-        """See `ports.IdempotencyStore.begin`."""
-        reply = await self._run("begin", claim, milliseconds(lease_s))
+        """See `ports.IdempotencyStore.begin`. Perhaps only a reply was lost, so the key is freed then."""
+        try:
+            reply = await self._run("begin", claim, milliseconds(lease_s))
+        except StoreUnavailable:
+            freeing = asyncio.get_running_loop().create_task(self._free_if_possible(claim))
+            self._freeing.add(freeing)  # the caller is told meanwhile
+            freeing.add_done_callback(self._freeing.discard)
+            raise
         return claim.answer_in(reply[0]) if isinstance(reply, list) else KeyState(reply.decode())
 
     async def renew(self, claim: IdempotencyClaim, lease_s: float) -> bool:
@@ -63,8 +73,13 @@ class RedisIdempotency:
         await self._run("free", claim)
 
     async def aclose(self) -> None:
-        """Close all connections."""
+        """Close all connections, once no key is being freed."""
+        await asyncio.gather(*self._freeing)
         await self._connections.aclose()
+
+    async def _free_if_possible(self, claim: IdempotencyClaim) -> None:
+        with suppress(StoreUnavailable):  # its lease expires
+            await self.free(claim)
 
     async def _run(self, what: str, claim: IdempotencyClaim, *arguments: int | bytes) -> Any:
         tag = f"{{{self._prefix}:promises:{claim.owner or ''}}}"

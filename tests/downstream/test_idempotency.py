@@ -211,38 +211,6 @@ async def test_a_caller_that_leaves_frees_the_key() -> None:
     assert await desk.standing() is KeyState.BEGUN
 
 
-class Unheard(MemoryIdempotency):
-    """A store whose first replies are lost, as many as `lost`."""
-
-    lost = 1
-
-    async def begin(self, claim: IdempotencyClaim, lease_s: float) -> bytes | KeyState:
-        found = await super().begin(claim, lease_s)
-        await self._answer()
-        return found
-
-    async def free(self, claim: IdempotencyClaim) -> None:
-        await super().free(claim)
-        await self._answer()
-
-    async def _answer(self) -> None:
-        self.lost -= 1
-        if self.lost >= 0:
-            raise StoreUnavailable("The store does not answer.")
-
-
-@pytest.mark.parametrize("lost", [1, 2])
-async def test_a_request_that_was_refused_because_a_reply_was_lost_frees_the_key(lost: int) -> None:
-    store = Unheard(SystemClock(), 10_000)
-    store.lost = lost
-    desk = Desk(store=store)
-
-    with pytest.raises(StoreUnavailable):
-        await desk.ask(stream)
-
-    assert await desk.standing() is KeyState.BEGUN
-
-
 async def test_a_request_that_cannot_be_read_frees_the_key() -> None:
     desk = Desk()
     received = Received(Arrival("r", 0.0, 0.0, route=ROUTE), BODY, "team", {"idempotency-key": "k-1"}, ())

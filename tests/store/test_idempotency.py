@@ -311,3 +311,18 @@ async def test_a_server_that_does_not_answer_is_said_to_be_away(stoppable: Redis
     stoppable.start()
     assert await begun(idempotency, AGAIN) is KeyState.BEGUN
     await idempotency.aclose()
+
+
+async def test_a_key_whose_reply_was_lost_is_freed_before_the_end(stoppable: RedisServer) -> None:
+    idempotency = RedisIdempotency(stoppable.url, prefix="gw", bytes_max=BYTES_MAX, command_s=0.5)
+    await idempotency.renew(OTHER_BODY, LEASE_S)  # so that the next command is sent at once
+    await idempotency.free(OTHER_BODY)
+    stoppable.stall()
+    with pytest.raises(StoreUnavailable):
+        await begun(idempotency, ONE)  # carried out as the stall ends
+    stoppable.resume()
+    await idempotency.aclose()
+
+    other = RedisIdempotency(stoppable.url, prefix="gw", bytes_max=BYTES_MAX, command_s=10.0)
+    assert await begun(other, AGAIN) is KeyState.BEGUN
+    await other.aclose()
