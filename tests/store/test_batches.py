@@ -333,7 +333,9 @@ async def test_a_line_becomes_a_job_once_and_is_written_down_once(world: BatchWo
     job = await world.jobs.get(id)
     assert job is not None
     assert (job.new.key, job.new.batch, job.new.priority) == ("alice", "batch_1", JobPriority.BATCH)
-    assert (await batches.look(claim)).ended == ()
+    snapshot = await batches.look(claim)
+    assert snapshot.ended == ()
+    assert 0 <= claim.batch.expires_at - claim.batch.created_at - snapshot.left_s < 60
     assert await batches.running("batch_1") == [RunningLine(id, 1, "r 1")]
 
     await batches.collect(claim, id, b"too soon\n", is_answer=True)

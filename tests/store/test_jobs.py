@@ -997,6 +997,24 @@ async def test_lanes_say_whether_a_worker_has_their_model(world: JobWorld, jobs:
     assert [lane.is_worked for lane in (await jobs.queue()).lanes] == [False, False]
 
 
+async def test_a_job_that_nobody_else_may_run_rests_after_its_refusal(world: JobWorld, jobs: Jobs) -> None:
+    await world.submit(jobs, "a")
+    job = await world.claim(jobs)
+    refusal = JobError("too_long", "It is too long.")
+    refused = await jobs.refuse("a", job.claim, refusal, config="c", attempts_max=3, after_s=500.0)
+    assert refused is AfterRefusal.FAILED
+    resting = await get(jobs, "a")
+    assert 490 < resting.retry_at - resting.created_at < 510
+    assert await jobs.refuse("a", "none", refusal, config="c", attempts_max=3, after_s=0.0) is None
+
+
+async def test_a_model_is_served_elsewhere_under_another_configuration(jobs: Jobs) -> None:
+    await jobs.beat("w", [], Serving("small", frozenset({"m"})))
+    assert not await jobs.is_served_elsewhere("m", "small")
+    assert await jobs.is_served_elsewhere("m", "large")
+    assert not await jobs.is_served_elsewhere("n", "large")
+
+
 async def test_find_is_newest_first_by_key_and_by_status(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a", "b", "c")
     await world.submit(jobs, "d", key=None)
@@ -1026,6 +1044,7 @@ async def test_find_goes_through_many(world: JobWorld, jobs: Jobs) -> None:
     await jobs.cancel("j0")
     assert [job.id for job in await jobs.find(status=JobStatus.CANCELLED)] == ["j0"]
     assert len(await jobs.find(limit=2000)) == 1001
+    assert [job.id for job in await jobs.find(limit=600)] == [f"j{number}" for number in range(1000, 400, -1)]
 
 
 async def test_while_jobs_are_drained_none_is_handed_out_and_all_are_accepted(
