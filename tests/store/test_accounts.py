@@ -135,6 +135,15 @@ async def test_the_server_is_behind_if_it_counts_anything_else_than_the_use_or_a
     assert not account.is_behind(FIVE)
 
 
+@pytest.mark.parametrize("name", ["is_due", "is_under_way", "asked", "told", "waiters", "keeps"])
+def test_an_account_of_which_something_is_left_to_do_is_not_empty(name: str) -> None:
+    account = Account("b", count(1))
+    assert account.is_empty(NOTHING)
+    assert not account.is_empty(CLAIM)
+    setattr(account, name, 1)
+    assert not account.is_empty(NOTHING)
+
+
 async def test_the_server_is_asked_again_by_who_is_looked_at_or_has_surplus() -> None:
     account = Account("b", count(1))
     assert not account.tick(NOTHING)
