@@ -125,6 +125,25 @@ async def test_a_stall_costs_one_wait_and_then_nothing_is_asked(stoppable: Redis
         assert (await seen.sums()).seqs == 3
 
 
+async def test_the_server_is_told_of_all_that_it_is_to_know(stoppable: RedisServer, seen: Store) -> None:
+    gateway = Gateway(stoppable.url, command_s=10.0)
+    async with running(gateway):
+        slot = await gateway.take()
+        gateway.ledger.waits({"b"})
+        with anyio.fail_after(WITHIN_S):
+            while not any(account.waits for account in (await seen.accounts()).values()):
+                pass
+        await gateway.ledger.answered(slot)
+        assert await seen.added() == CLAIM.after_first_token
+        await gateway.ledger.release(slot)
+        assert await seen.added() == Load()
+        gateway.ledger.waits(())
+        gateway.ledger.keep_only({"other"})
+        with anyio.fail_after(WITHIN_S):
+            while gateway.ledger.loads():
+                await gateway.shared.sync()
+
+
 async def test_slots_are_shared_again_on_the_server_that_took_the_place_of_one(tmp_path: Path) -> None:
     with failover("valkey-9", tmp_path) as servers:
         gateway = Gateway(servers.url)
@@ -199,6 +218,7 @@ async def test_who_finds_the_server_back_takes_no_more_than_its_part_before_the_
                 tasks.start_soon(ask)
         assert [isinstance(outcome, Slot) for outcome in outcomes].count(True) == 1
         assert gateway.ledger.load("b").share == LIMITS.share  # the other half may be in use as well
+        assert gateway.ledger.others("b").share == LIMITS.share // 2
 
 
 async def test_who_finds_the_server_back_takes_no_surplus_beyond_its_part(stoppable: RedisServer) -> None:
