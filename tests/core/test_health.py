@@ -217,6 +217,14 @@ SCRIPTS: dict[str, tuple[list[tuple[float, Event]], list[str]]] = {
         [(0, OK), (1, sample(5)), (16, sample(5, waiting=3)), (31, sample(5, waiting=9))],
         [U, U, U, H],
     ),
+    "departures-are-no-progress": (
+        [
+            *((0, OK), (1, sample(5, running=4, kv=0.4)), (30, sample(5, running=2, kv=0.2))),
+            *((31, sample(5, running=2, kv=0.2)), (32, sample(5, running=1, kv=0.1))),
+            *((36, sample(5, running=0, kv=0.0)), (37, sample(5, running=1, kv=0.1))),
+        ],
+        [U, U, U, H, H, P, P],
+    ),
     "a-scheduler-that-starts-nothing-hangs": (
         [(0, OK), (1, sample(5, running=0, waiting=2)), (31, sample(5, running=0, waiting=2))],
         [U, U, H],

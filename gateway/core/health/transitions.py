@@ -213,7 +213,7 @@ def _sample(status: BackendStatus, new: EngineSample, now: float, rules: HealthR
     status = replace(status, engine=new, metrics_error="")
     if old is not None and _restarted(old, new):
         return _after_restart(status, now)
-    moved = old is None or _mark(old) != _mark(new)
+    moved = old is None or _counted(old) != _counted(new) or new.kv_usage > old.kv_usage
     if moved or status.progress_at is None or new.running + new.waiting == 0:
         return _after_progress(status, old, new, now, rules)
     stuck_s = now - status.progress_at
@@ -250,16 +250,17 @@ def _after_restart(status: BackendStatus, now: float) -> BackendStatus:
     return _on_probation(status, now, f"restarted; restarts so far: {status.restarts}")
 
 
-def _mark(engine: EngineSample) -> tuple[float, ...]:
-    """Return the metrics that change whenever an engine finishes a step that made progress.
+def _counted(engine: EngineSample) -> tuple[float, ...]:
+    """Return the counters of which one changes, or KV usage rises, whenever a step makes progress.
 
     Prompt tokens are counted only at the end of a whole prefill, which takes 139 s for 200,000 tokens. But
-    each of its chunks takes KV blocks, and the engine's step sets that gauge, so a hung engine leaves it
-    unchanged. Running and waiting are left out, because the arrival of a request is not progress;
-    preemptions, because they also rise in a livelock. llama.cpp has no KV gauge, but counts its steps;
-    SGLang rounds its gauge and counts the tokens of a request at its end, but also those of each step.
+    each of its chunks takes KV blocks, and the engine's step sets that gauge, so a hung engine does not raise
+    it. It falls when requests leave, too, such as those of another gateway that has noticed the hang first.
+    Running and waiting are left out, because the arrival of a request is not progress; preemptions, because
+    they also rise in a livelock. llama.cpp has no KV gauge, but counts its steps; SGLang rounds its gauge and
+    counts the tokens of a request at its end, but also those of each step.
     """
-    return (engine.kv_usage, engine.generation_tokens, engine.prompt_tokens, engine.steps)
+    return (engine.generation_tokens, engine.prompt_tokens, engine.steps)
 
 
 def _after_progress(
