@@ -415,6 +415,14 @@ def test_when_to_ask_again_for_one_that_is_out(state: State, out_s: float, asked
     assert retry_after_s(replace(status, ejected_until=1_000.0 - out_s), 1_000.0) == asked_s
 
 
+def test_when_to_ask_again_for_one_that_hung_depends_on_whether_its_requests_have_left() -> None:
+    stuck = play((0, OK), (1, sample(5)), (31, sample(5)))[-1]
+    idle = play((32, sample(5, running=0)), status=stuck)[-1]
+    assert (stuck.state, idle.state) == (State.HUNG, State.HUNG)
+    assert [retry_after_s(stuck, now) for now in (32.0, 34.0)] == [1.0, 3.0]
+    assert [retry_after_s(idle, now) for now in (32.0, 34.0, 36.0)] == [5.0, 3.0, 1.0]
+
+
 def test_a_long_probation_is_no_good_spell() -> None:
     status = play((0, OK), *[(1, FAILED)] * 3, (6, OK), (500, FAILED))[-1]
     assert (status.ejections, status.ejected_until) == (2, 510.0)

@@ -341,10 +341,14 @@ def accepts(status: BackendStatus, in_flight: int) -> bool:
 def retry_after_s(status: BackendStatus, now: float) -> float:
     """Return in how many seconds to ask again for a backend that is out of service, at least 1.
 
-    That is when its penalty is over and it has been probed. All other outages have no known end: each is
-    expected to last as long again as it has lasted, and at most `RETRY_AFTER_UNKNOWN_MAX_S`.
+    That is when its penalty is over and it has been probed: an ejection's, or that of a hang whose requests
+    have left. All other outages have no known end: each is expected to last as long again as it has lasted,
+    and at most `RETRY_AFTER_UNKNOWN_MAX_S`.
     """
-    began_at = status.ejected_until if status.state is State.EJECTED else status.since
+    engine = status.engine
+    is_idle = engine is not None and engine.running + engine.waiting == 0
+    has_penalty = status.state is State.EJECTED or (status.state is State.HUNG and is_idle)
+    began_at = status.ejected_until if has_penalty else status.since
     if now < began_at:
         return began_at - now + PROBED_WITHIN_S
     return max(1.0, min(RETRY_AFTER_UNKNOWN_MAX_S, now - began_at))
