@@ -1827,6 +1827,19 @@ def test_however_many_wait_for_one_backend_of_their_pool_others_are_looked_at() 
     assert site.start(1.0) == ["text"]
 
 
+def test_however_many_have_failed_on_a_backend_that_is_back_others_are_looked_at() -> None:
+    site = Site(knee=100)
+    site.policy = replace(site.policy, pools={"both": Pool("both", ("light", "push"))})
+    site.loads["push"] = Load(10, admission.WHOLE)
+    both = replace(PATIENT, pools=("both",))
+    for number in range(2 * LOOKAHEAD):
+        site.enter(f"failed-{number}", traffic_class=both, failed=frozenset({"light"}))
+    assert site.start() == []
+
+    assert site.enter("other", 1.0, traffic_class=both) is None
+    assert site.start(1.0) == ["other"]
+
+
 def test_what_was_sent_behind_comes_when_all_that_a_turn_looks_at_have_come() -> None:
     """Documents beyond what a turn looks at do not keep it from the chats that are behind."""
     site = Site()
