@@ -80,6 +80,8 @@ async def test_what_is_freed_is_kept_where_there_may_be_surplus_of_it(name: str)
 async def test_surplus_stays_below_the_limits_by_room_for_one_more() -> None:
     order = await ordered(Account("b", count(1)))
     assert order.ceiling == EIGHT
+    order = await ordered(await with_surplus(), claim=FOUR)
+    assert order.ceiling == FIVE  # the lower of those of all claims
     order = await ordered(Account("b", count(1)), claim=replace(LIMITS, share=UNLIMITED))
     assert order.ceiling == Load(0, 0, 0, 0, 0, 0)
 
@@ -122,6 +124,7 @@ async def test_after_a_failure_nothing_is_certain() -> None:
     account.failed(CLAIM)
     assert not account.covers(CLAIM, CLAIM, LIMITS, 100.0)
     assert not account.may_keep(CLAIM)
+    assert not account.is_behind(CLAIM)  # so that it does not ask again and again
     assert (await ordered(account, claim=None)).kept == CLAIM
 
 
@@ -162,10 +165,13 @@ async def test_those_that_do_not_give_back_are_not_waited_for_until_later() -> N
     account.settled(reply(keeping=2), 100.0)
     assert account.may_find_more(100.0)
     account.not_given_back(101.0)
+    assert (await ordered(account)).deaf == 2
     assert not account.may_find_more(100.9)
     assert account.may_find_more(101.0)
     account.settled(reply(keeping=3), 100.5)
     assert account.may_find_more(100.9)  # one more has some
+    account.not_given_back(100.0)
+    assert (await ordered(account)).deaf == 0
 
 
 async def test_what_is_told_twice_counts_once() -> None:
@@ -173,7 +179,8 @@ async def test_what_is_told_twice_counts_once() -> None:
     account.settled(reply(version=7, others=FIVE), 100.0)
     account.heard(Freed("b", "other", 7, CLAIM))  # the reply was later
     assert account.others == FIVE
-    account.heard(Freed("b", "other", 8, CLAIM))
+    for _ in range(2):
+        account.heard(Freed("b", "other", 8, CLAIM))
     assert account.others == FOUR
     account.heard(Freed("b", "other", 9, LIMITS))
     assert account.others == NOTHING

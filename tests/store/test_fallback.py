@@ -142,6 +142,7 @@ async def test_the_server_is_told_of_all_that_it_is_to_know(stoppable: RedisServ
         with anyio.fail_after(WITHIN_S):
             while gateway.ledger.loads():
                 await gateway.shared.sync()
+                await anyio.lowlevel.checkpoint()
 
 
 async def test_slots_are_shared_again_on_the_server_that_took_the_place_of_one(tmp_path: Path) -> None:
