@@ -9,7 +9,7 @@ import pytest
 
 from gateway.core.admission import COUNTERS
 from gateway.core.values import UNLIMITED, Load
-from gateway.store.accounts import Account, PendingSlot
+from gateway.store.accounts import PEAK_TICKS, Account, PendingSlot
 from gateway.store.leases import Freed, Order, Reply
 
 CLAIM = Load(seqs=1, share=2, kv_blocks=3, long_seqs=1, long_unanswered=1, prefill_ms=4)
@@ -107,6 +107,16 @@ async def test_who_wants_and_who_waits_keeps_no_surplus() -> None:
     assert (order.may_keep, order.waits, order.kept) == (False, False, CLAIM)
     account.settled(reply(), 100.0)
     assert (await ordered(account)).may_keep  # it has given up what was wanted
+
+
+async def test_surplus_that_was_not_needed_for_a_while_is_given_back() -> None:
+    account = await with_surplus()
+    assert account.covers(FOUR, CLAIM, LIMITS, 100.0)
+    for kept in (FIVE, CLAIM):
+        for _ in range(PEAK_TICKS):
+            account.tick(CLAIM)
+        assert (await ordered(account)).kept == kept
+        account.settled(reply(), 100.0)
 
 
 async def test_what_another_wanted_is_forgotten_when_there_is_none() -> None:
