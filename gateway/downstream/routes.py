@@ -59,7 +59,8 @@ LISTED = 200
 """Requests that are listed if nobody says how many. A choice: 0.5 MB of JSON."""
 
 LISTED_MAX = 1_000
-"""Maximum number of requests that may be asked for: as many as are kept (telemetry/journal.py)."""
+"""Maximum number of requests that may be asked for. A choice: 2.5 MB of JSON, most of what is kept
+(telemetry/journal.py)."""
 
 _NO_EMBEDDINGS = "This gateway serves Gemma 4 for text generation; it has no embeddings."
 _NO_BATCHES = "This gateway has no files and no batches: there are no `jobs` in its configuration."

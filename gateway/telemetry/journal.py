@@ -4,16 +4,17 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 from math import inf
+from operator import itemgetter
 
 from gateway.core.recent import History, Recent
 from gateway.core.usage import Ending, RequestRecord
 from gateway.ports import Recorder
 
 KEPT_MAX = 1_000
-"""Requests that are kept. A choice: 4 MB of memory."""
+"""Ordinary requests that are kept. A choice: 4 MB of memory."""
 
 NOTABLE_MAX = 300
-"""Notable requests that are kept longer. A choice: 1 MB."""
+"""Notable requests that are kept beside them. A choice: 1 MB."""
 
 KEPT_PER_S = 20
 """If more ordinary requests end in a second, only so many of them are kept. A choice: a full journal then
@@ -41,8 +42,8 @@ class Journal(Recorder):
     """
 
     def __init__(self, entries_max: int = KEPT_MAX, notable_max: int = NOTABLE_MAX) -> None:
-        """Keep `entries_max` requests, and `notable_max` notable ones."""
-        self._records: deque[tuple[int, RequestRecord]] = deque(maxlen=entries_max)
+        """Keep `entries_max` ordinary requests, and `notable_max` notable ones."""
+        self._ordinary: deque[tuple[int, RequestRecord]] = deque(maxlen=entries_max)
         self._notable: deque[tuple[int, RequestRecord]] = deque(maxlen=notable_max)
         self._recent = Recent()
         self._next_at = -inf  # an ordinary request that ends earlier is not kept
@@ -54,25 +55,23 @@ class Journal(Recorder):
         self._recent.note(record)
         if is_notable(record):
             self._notable.appendleft((count, record))
-        elif record.ended_at < self._next_at:
-            return
-        else:
+        elif record.ended_at >= self._next_at:
             self._next_at = max(self._next_at, record.ended_at - BURST_S) + 1 / KEPT_PER_S
-        self._records.appendleft((count, record))
+            self._ordinary.appendleft((count, record))
 
     def recent(self) -> Sequence[RequestRecord]:
         """Return all kept records, newest first."""
-        return tuple(record for _, record in self._records)
+        return tuple(record for _, record in _in_order(*self._ordinary, *self._notable))
 
     def since(self, number: int) -> Sequence[tuple[int, RequestRecord]]:
         """Return the kept records after number `number`, with their numbers, newest first. Finished requests
         are numbered from 1. Of ordinary ones, `SHOWN_MAX` at most."""
-        kept = dict(self._notable) | dict(islice(self._records, SHOWN_MAX))
-        return [(one, kept[one]) for one in sorted(kept, reverse=True) if one > number]
+        kept = _in_order(*islice(self._ordinary, SHOWN_MAX), *self._notable)
+        return [entry for entry in kept if entry[0] > number]
 
     def find(self, request_id: str) -> RequestRecord | None:
         """Return the record of a request; None if it is no longer kept."""
-        for _, record in (*self._records, *self._notable):
+        for _, record in (*self._ordinary, *self._notable):
             if record.id == request_id:
                 return record
         return None
@@ -80,6 +79,11 @@ class Journal(Recorder):
     def history(self, now: float) -> History:
         """Return statistics of the last minutes up to `now` (monotonic seconds)."""
         return self._recent.history(now)
+
+
+def _in_order(*entries: tuple[int, RequestRecord]) -> list[tuple[int, RequestRecord]]:
+    """Return numbered records, newest first."""
+    return sorted(entries, key=itemgetter(0), reverse=True)
 
 
 def is_notable(record: RequestRecord) -> bool:

@@ -466,11 +466,21 @@ def test_of_many_requests_the_journal_keeps_some_of_each_second_and_all_that_wen
 
     kept = [int(record.id.removeprefix("req-")) for record in journal.recent()]
     assert journal.count == 10_000
-    assert len(kept) == 1_000
+    assert len(kept) == 1_001
     assert kept[0] >= 9_990
     assert kept[-1] <= 5_005  # 20 a second
     assert {one - other for one, other in pairwise(kept)} <= {1, 4, 5, 6}
     assert journal.find("req-5000") is not None
+
+
+def test_in_the_journal_refusals_displace_nothing_else() -> None:
+    journal = Journal(entries_max=2, notable_max=3)
+    endings = [Ending.COMPLETED, *[Ending.SHED] * 4, Ending.COMPLETED, Ending.SHED]
+    for number, ending in enumerate(endings):
+        journal.finished(replace(RECORD, id=f"req-{number}", ending=ending))
+
+    assert [record.id for record in journal.recent()] == [f"req-{number}" for number in (6, 5, 4, 3, 0)]
+    assert [number for number, _ in journal.since(4)] == [7, 6, 5]
 
 
 @pytest.mark.parametrize("per_s", [1, 19])
