@@ -1,13 +1,21 @@
-"""Attributes failures that no other backend disproved: was it the backend, or the request?
+"""Attributes failures that no other backend has disproved: was it the backend, or the request?
 
 A single failure does not tell. Client libraries retry after a 502, usually twice, and three failures eject a
 backend: so one image that an engine cannot process would take the only backend for images away from everyone.
 Therefore a request counts only once against a backend, however often it is repeated.
+
+Until it is known, requests are better sent elsewhere: a backend that fails at once has room at once, and
+would take all that wait for busy ones. So replicas on which several different requests have failed in a row
+are passed over, as long as another replica is in no doubt.
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
 
-from gateway.core.health import HealthRules
+from gateway.core.health import BackendStatus, HealthRules, usable
+from gateway.core.values import Policy
 
 REPEATED_S = HealthRules().failure_window_s
 """How long a request is remembered: as long as a failure counts."""
@@ -15,6 +23,17 @@ REPEATED_S = HealthRules().failure_window_s
 KNOWN_MAX = 1_024
 """Maximum number of remembered requests, over all backends. A choice that bounds memory: more than fail
 within a minute."""
+
+
+IN_A_ROW = HealthRules().failures_max
+"""Different requests that have to fail in a row before a backend is in doubt: as many as eject it."""
+
+PAUSE_S = HealthRules().penalty_s
+"""How long a backend in doubt gets no requests after a failure: as long as if it were ejected for the first
+time. After that, it gets some, as in probation."""
+
+ROW_MAX = 16
+"""Different requests that are remembered of a row. A choice: more say no more."""
 
 
 class Blame:
@@ -40,3 +59,62 @@ class Blame:
         if len(self._known) > KNOWN_MAX:
             self._known.popitem(last=False)
         return True
+
+
+@dataclass(slots=True)
+class _Row:
+    requests: set[bytes] = field(default_factory=set)
+    last_at: float = -inf
+
+
+class Doubts:
+    """Backends on which different requests have failed in a row, whoever is at fault.
+
+    Attributes:
+        rows: The failures of each backend since it last answered a request. Empty most of the time.
+    """
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self.rows: dict[str, _Row] = {}
+
+    def failed(self, backend: str, request: bytes, now: float) -> bool:
+        """Note a failure on `backend` at `now` (monotonic seconds). Return whether it is in doubt.
+
+        `request` is a digest of the request.
+        """
+        row = self.rows.get(backend)
+        if row is None or now - row.last_at >= REPEATED_S:
+            row = self.rows[backend] = _Row()
+        row.last_at = now
+        if len(row.requests) < ROW_MAX:
+            row.requests.add(request)
+        return len(row.requests) >= IN_A_ROW
+
+    def answered(self, backend: str) -> None:
+        """Note that `backend` has begun to answer a request."""
+        self.rows.pop(backend, None)
+
+    def passed_over(
+        self, policy: Policy, statuses: Mapping[str, BackendStatus], now: float
+    ) -> Mapping[str, bool]:
+        """Return the backends to which other replicas are preferred, and whether they get nothing at all now.
+
+        Those that are gone, or whose last failure is long ago, are forgotten.
+        """
+        for name, row in list(self.rows.items()):
+            if name not in policy.backends or now - row.last_at >= REPEATED_S:
+                del self.rows[name]
+        doubted = {name for name, row in self.rows.items() if len(row.requests) >= IN_A_ROW}
+        sound = {name for name in statuses.keys() - doubted if usable(statuses[name])}
+        return {
+            name: now - self.rows[name].last_at < PAUSE_S
+            for name in doubted
+            if all(_has_replica(policy, name, pool.backends, sound) for pool in policy.pools.values())
+        }
+
+
+def _has_replica(policy: Policy, name: str, pool: tuple[str, ...], sound: set[str]) -> bool:
+    """Return whether a pool, if that backend is in it, has a sound replica of it."""
+    kind = policy.kinds.get(name)
+    return name not in pool or any(one in sound and policy.kinds.get(one) == kind for one in pool)

@@ -18,7 +18,7 @@ from anyio.abc import TaskGroup
 from gateway.cohort import Cohort
 from gateway.core import classification, deciding, retry
 from gateway.core.admission import WHOLE
-from gateway.core.blame import Blame
+from gateway.core.blame import IN_A_ROW, PAUSE_S, Blame, Doubts
 from gateway.core.box_demand import class_of, servers
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
@@ -87,6 +87,11 @@ NO_WAIT_S = 0.001
 """A request that got a slot in less than this counts as not having waited. A choice: a command to the store
 may take as long."""
 
+_IN_DOUBT: Objection = (
+    Exclusion.UNHEALTHY,
+    f"the last {IN_A_ROW} requests on it, or more, have failed; whose fault it was is not known yet",
+)
+
 _NO_FAILURES: frozenset[str] = frozenset()
 _NO_SHARES: Mapping[str, float] = MappingProxyType({})
 _NO_WAITERS: Mapping[str, int] = MappingProxyType({})
@@ -139,6 +144,7 @@ class Pipeline:
         self._clock = clock
         self._objections = objections
         self._blame = Blame()
+        self._doubts = Doubts()
         self._running: dict[str, set[Attempt]] = {}
         self._deadlines: Deadlines | None = None  # of the event loop in which requests run
         self._newest = policy()
@@ -507,6 +513,8 @@ class Pipeline:
         """Return snapshots of backends. The waiting line adds its own queue and open offers to them."""
         statuses, load_of, shares_max = self._fleet.statuses(), self._ledger.load, self.watch.shares_max()
         kv_taken, objections = self._counts.kv_taken, self._objections()
+        if self._doubts.rows:
+            statuses, objections = self._doubting(statuses, objections)
         views: dict[str, BackendView] = {}
         if not (kv_taken or long_waiting or objections or shares_max):  # the usual case
             for name, backend in backends.items():
@@ -528,6 +536,20 @@ class Pipeline:
             if (view := views.get(name)) is not None:
                 views[name] = replace(view, load=view.load + claims)
         return views
+
+    def _doubting(
+        self, statuses: Mapping[str, BackendStatus], objections: Mapping[str, Objection]
+    ) -> tuple[Mapping[str, BackendStatus], Mapping[str, Objection]]:
+        """Return the statuses and objections that apply while backends are in doubt (`core.blame`)."""
+        passed_over = self._doubts.passed_over(self._newest, statuses, self._clock.now())
+        statuses, objections = dict(statuses), dict(objections)
+        for name, is_paused in passed_over.items():
+            status = statuses.get(name, _UNKNOWN)
+            if is_paused:
+                objections.setdefault(name, _IN_DOUBT)
+            elif status.state is State.UP:
+                statuses[name] = replace(status, state=State.PROBATION)
+        return statuses, objections
 
     # -------------------------------------------------------------- admit
 
@@ -563,6 +585,8 @@ class Pipeline:
 
         async def on_answer() -> None:
             watch.answered()
+            if self._doubts.rows:
+                self._doubts.answered(backend.id)
             self._report(context)
             if is_seen:
                 await self._ledger.answered(slot)
@@ -585,6 +609,8 @@ class Pipeline:
             self._recorder.attempt(record)
             if record.outcome in _REFUSALS:
                 context.unreported.append(record)
+                if self._doubts.failed(backend.id, _digest(context), self._clock.now()):
+                    deadlines.loop.call_later(PAUSE_S, self.room.look)
             else:
                 self._fleet.report(backend.id, record.outcome, record.detail, record.started_at)
 
@@ -608,8 +634,7 @@ class Pipeline:
     def _is_repeated(self, context: RequestContext, attempt: AttemptRecord) -> bool:
         if attempt.outcome is not Outcome.FAILED:
             return False
-        digest = blake2b(context.incoming.body_for(""), digest_size=16).digest()
-        return not self._blame.count(attempt.backend, digest, self._clock.now())
+        return not self._blame.count(attempt.backend, _digest(context), self._clock.now())
 
     def _learn(self, context: RequestContext, candidate: Candidate) -> None:
         request, decision = context.incoming.request, context.decision
@@ -633,6 +658,11 @@ class Pipeline:
 
 
 _UNKNOWN = BackendStatus()
+
+
+def _digest(context: RequestContext) -> bytes:
+    """Return what tells a request from others, and is the same if a caller repeats it."""
+    return blake2b(context.incoming.body_for(""), digest_size=16).digest()
 
 
 def _ending_of(error: GatewayError) -> Ending:

@@ -1,6 +1,10 @@
 """Which failures count against a backend."""
 
-from gateway.core.blame import KNOWN_MAX, REPEATED_S, Blame
+import pytest
+from support.world import POLICY
+
+from gateway.core.blame import IN_A_ROW, KNOWN_MAX, PAUSE_S, REPEATED_S, ROW_MAX, Blame, Doubts
+from gateway.core.health import BackendStatus, State
 
 
 def test_a_request_counts_once_per_backend_until_it_is_forgotten() -> None:
@@ -25,3 +29,70 @@ def test_what_is_remembered_has_a_bound() -> None:
         assert blame.count("a", str(number).encode(), 0.0)
     assert blame.count("a", b"0", 0.0)
     assert not blame.count("a", b"2", 0.0)
+
+
+POOL = ("light-0", "light-1")
+UP = BackendStatus(state=State.UP, served_models=("served",))
+STATUSES = dict.fromkeys(POLICY.backends, UP)
+
+
+def doubts(*failures: tuple[str, str, float]) -> Doubts:
+    """Return what is doubted after failures of a backend, by a request, at a time."""
+    made = Doubts()
+    for backend, request, now in failures:
+        made.failed(backend, request.encode(), now)
+    return made
+
+
+def in_a_row(backend: str, *, at: float = 100.0) -> list[tuple[str, str, float]]:
+    return [(backend, f"{number}", at) for number in range(IN_A_ROW)]
+
+
+@pytest.mark.parametrize(
+    ("failures", "now", "passed_over"),
+    [
+        pytest.param(in_a_row("light-0"), 100.0, {"light-0": True}, id="in-a-row"),
+        pytest.param(in_a_row("light-0")[1:], 100.0, {}, id="too-few"),
+        pytest.param([("light-0", "1", 100.0)] * 9, 100.0, {}, id="of-one-request"),
+        pytest.param(in_a_row("light-0"), 100.0 + PAUSE_S - 0.1, {"light-0": True}, id="in-the-pause"),
+        pytest.param(in_a_row("light-0"), 100.0 + PAUSE_S, {"light-0": False}, id="after-the-pause"),
+        pytest.param(in_a_row("light-0"), 100.0 + REPEATED_S, {}, id="long-ago"),
+        pytest.param(in_a_row("light-0") + in_a_row("light-1"), 100.0, {}, id="all-replicas"),
+        pytest.param(in_a_row("push"), 100.0, {}, id="without-a-replica"),
+        pytest.param(in_a_row("gone"), 100.0, {}, id="no-longer-there"),
+        pytest.param(
+            [*in_a_row("light-0", at=30.0), ("light-0", "x", 30.0 + REPEATED_S)], 91.0, {}, id="a-new-row"
+        ),
+    ],
+)
+def test_where_other_replicas_are_preferred(
+    failures: list[tuple[str, str, float]], now: float, passed_over: dict[str, bool]
+) -> None:
+    assert doubts(*failures).passed_over(POLICY, STATUSES, now) == passed_over
+
+
+def test_a_replica_that_is_out_is_not_preferred() -> None:
+    made = doubts(*in_a_row("light-0"))
+    down = STATUSES | {"light-1": BackendStatus(state=State.DOWN)}
+    assert made.passed_over(POLICY, down, 100.0) == {}
+    assert made.passed_over(POLICY, {}, 100.0) == {}
+
+
+def test_an_answer_ends_a_doubt() -> None:
+    made = doubts(*in_a_row("light-0"))
+    made.answered("light-0")
+    made.answered("light-1")
+    assert not made.rows
+    assert not made.failed("light-0", b"x", 100.0)
+
+
+def test_what_is_remembered_of_a_row_has_a_bound() -> None:
+    made = doubts(*(("light-0", f"{number}", 100.0) for number in range(ROW_MAX + 5)))
+    assert len(made.rows["light-0"].requests) == ROW_MAX
+    assert made.failed("light-0", b"another", 100.0)
+
+
+def test_doubts_of_backends_that_are_gone_are_forgotten() -> None:
+    made = doubts(*in_a_row("gone"))
+    made.passed_over(POLICY, STATUSES, 100.0)
+    assert not made.rows

@@ -28,6 +28,7 @@ from support.world import (
 
 from gateway.core import admission
 from gateway.core.answers import MESSAGE_CHARS_MAX
+from gateway.core.blame import PAUSE_S
 from gateway.core.errors import (
     BackendRejected,
     ChoicesMissing,
@@ -43,15 +44,17 @@ from gateway.core.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from gateway.core.health import BackendStatus, Outcome, State
+from gateway.core.health import PROBATION_SEQS, BackendStatus, Outcome, State
 from gateway.core.usage import Ending, Usage
 from gateway.core.values import (
     Backend,
     Bound,
+    Capacity,
     Comparison,
     Demand,
     Endpoint,
     Exclusion,
+    KneeStep,
     Load,
     Modalities,
     OnDisconnect,
@@ -378,6 +381,73 @@ async def test_a_failure_is_held_against_a_backend_as_soon_as_another_answers(wo
         await anyio.wait_all_tasks_blocked()
         assert world.fleet.reports == [("light-0", Outcome.FAILED)]
         gate.set()
+
+
+async def test_where_different_requests_fail_in_a_row_the_next_ones_go_to_a_replica(world: World) -> None:
+    for text in ("a", "b", "c"):
+        world.answers(light_0=Script(status=500), light_1=GOOD)
+        await world.run(world.request(), members={"user": text})
+    world.answers(light_1=GOOD)
+    await world.run(world.request(), members={"user": "d"})
+
+    asked = [target.backend.id for target in world.upstream.targets]
+    assert asked == ["light-0", "light-1"] * 3 + ["light-1"]
+    (decision,) = [record.decision for record in world.notes.requests[3:]]
+    assert decision is not None
+    (passed_over,) = [one for one in decision.candidates if one.backend == "light-0"]
+    assert passed_over.excluded is Exclusion.UNHEALTHY
+
+    world.clock.time += PAUSE_S
+    world.answers(light_0=GOOD)  # it is tried again, and answers
+    await world.run(world.request(), members={"user": "e"})
+    world.answers(light_0=Script(status=500), light_1=GOOD)
+    await world.run(world.request(), members={"user": "f"})
+
+    assert [target.backend.id for target in world.upstream.targets[7:]] == ["light-0", "light-0", "light-1"]
+
+
+async def test_one_in_doubt_is_tried_by_few_at_a_time(world: World) -> None:
+    wide = Capacity(context_tokens=32_768, knee=(KneeStep(None, 8),))
+    backends = {name: replace(backend, capacity=wide) for name, backend in POLICY.backends.items()}
+    world.policy = replace(POLICY, backends=backends)
+    world.pipeline.policy_changed()
+    for text in ("a", "b", "c"):
+        world.answers(light_0=Script(status=500), light_1=GOOD)
+        await world.run(world.request(), members={"user": text})
+    world.clock.time += PAUSE_S
+    gate = anyio.Event()
+    for _ in range(5):
+        world.answers(light_0=Script([gate]), light_1=Script([ROLE + HELLO, gate, STOP + DONE]))
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(5):
+            arrival = Arrival(f"req-{number}", 1_000_000.0, 10.0)
+            tasks.start_soon(partial(world.run, world.request(), arrival=arrival))
+        await anyio.wait_all_tasks_blocked()
+        asked = [target.backend.id for target in world.upstream.targets[6:]]
+        assert asked.count("light-0") == PROBATION_SEQS
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_queue_is_not_swallowed_by_a_backend_that_fails_at_once(world: World) -> None:
+    """Its requests wait for the busy one, instead of failing on the other first, all of them."""
+    held, others = await fill(world, "light-1"), await fill(world, "push")
+    for _ in range(3):
+        world.answers(light_0=Script(status=500))
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(8):
+            world.answers(light_1=GOOD)
+            arrival, members = Arrival(f"req-{number}", 1_000_000.0, 10.0), {"user": str(number)}
+            tasks.start_soon(partial(world.run, world.request(), arrival=arrival, members=members))
+            await anyio.wait_all_tasks_blocked()
+        assert len(world.upstream.targets) == 3
+        for slot in held:
+            await world.ledger.release(slot)
+
+    assert [record.ending for record in world.notes.requests] == [Ending.COMPLETED] * 8
+    for slot in others:
+        await world.ledger.release(slot)
 
 
 async def test_no_place_after_a_failure_is_a_429(world: World) -> None:
