@@ -30,7 +30,7 @@ class Stored:
 async def test_little_of_a_file_is_in_memory_while_it_is_read() -> None:
     store = Stored(bytes(range(256)) * 8_000)
     files = Files(cast(FileStore, store), KeyRing({}), FileRules())
-    async with AsyncTestClient(Litestar(files.handlers())) as client:
+    async with AsyncTestClient(Litestar(files.handlers(), logging_config=None)) as client:
         answer = await client.get("/v1/files/file-1/content")
 
     assert answer.content == store.content

@@ -224,7 +224,8 @@ async def test_how_long_ago_things_were_is_told_by_the_servers_clock(world: JobW
     jobs = AnHourAhead(world.url, prefix=world.prefix, lost_s=TTL_S, command_s=10.0)
     await world.submit(world.open(), "waits")
     await jobs.drain(True)
-    transport = httpx.ASGITransport(Litestar([*job_handlers(jobs)]))  # type: ignore[arg-type]
+    app = Litestar([*job_handlers(jobs)], logging_config=None)
+    transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=transport, base_url="http://admin") as http:
         listed = (await http.get("/admin/jobs")).json()
         drained = (await http.post("/admin/jobs/drain")).json()
