@@ -10,12 +10,12 @@ are passed over, as long as another replica is in no doubt.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
-from gateway.core.health import BackendStatus, HealthRules, usable
-from gateway.core.values import Policy
+from gateway.core.health import HealthRules
+from gateway.core.values import Policy, Pool
 
 REPEATED_S = HealthRules().failure_window_s
 """How long a request is remembered: as long as a failure counts."""
@@ -96,25 +96,26 @@ class Doubts:
         self.rows.pop(backend, None)
 
     def passed_over(
-        self, policy: Policy, statuses: Mapping[str, BackendStatus], now: float
+        self, policy: Policy, is_available: Callable[[str], bool], now: float
     ) -> Mapping[str, bool]:
         """Return the backends to which other replicas are preferred, and whether they get nothing at all now.
 
-        Those that are gone, or whose last failure is long ago, are forgotten.
+        Those that are gone, or whose last failure is long ago, are forgotten. `is_available`: whether a
+        backend would get any requests.
         """
         for name, row in list(self.rows.items()):
             if name not in policy.backends or now - row.last_at >= REPEATED_S:
                 del self.rows[name]
         doubted = {name for name, row in self.rows.items() if len(row.requests) >= IN_A_ROW}
-        sound = {name for name in statuses.keys() - doubted if usable(statuses[name])}
+
+        def has_other(name: str, pool: Pool) -> bool:
+            kind = policy.kinds[name]
+            alike = [one for one in pool.backends if one not in doubted and policy.kinds[one] == kind]
+            return any(is_available(one) for one in alike)
+
+        pools = policy.pools.values()
         return {
             name: now - self.rows[name].last_at < PAUSE_S
             for name in doubted
-            if all(_has_replica(policy, name, pool.backends, sound) for pool in policy.pools.values())
+            if all(has_other(name, pool) for pool in pools if name in pool.backends)
         }
-
-
-def _has_replica(policy: Policy, name: str, pool: tuple[str, ...], sound: set[str]) -> bool:
-    """Return whether a pool, if that backend is in it, has a sound replica of it."""
-    kind = policy.kinds.get(name)
-    return name not in pool or any(one in sound and policy.kinds.get(one) == kind for one in pool)

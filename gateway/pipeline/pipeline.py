@@ -5,7 +5,7 @@ the caller disconnects, the coroutine is cancelled and all three are released.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -270,8 +270,7 @@ class Pipeline:
         model = policy.model(request.model)
         if model is None:
             return None
-        prompt = deciding.prompt_of(policy, incoming)
-        estimate = await self._estimator.estimate(prompt, model.template, policy.window_tokens)
+        estimate = await self._estimated(policy, model, incoming)
         matched = classification.classify(model, request, estimate)
         return None if matched is None else (matched[0], estimate)
 
@@ -293,8 +292,7 @@ class Pipeline:
         policy, request = self._policy(), incoming.request
         model = deciding.model_of(policy, request.model)
         if estimate is None:
-            prompt = deciding.prompt_of(policy, incoming)
-            estimate = await self._estimator.estimate(prompt, model.template, policy.window_tokens)
+            estimate = await self._estimated(policy, model, incoming)
             policy = self._policy()  # it may have changed while tokens were counted
             model = deciding.model_of(policy, request.model)
         decision, ticket = self._ticket(policy, model, incoming, estimate)
@@ -429,8 +427,7 @@ class Pipeline:
         policy, request = context.policy, context.incoming.request
         model = deciding.model_of(policy, request.model)
         if estimate is None:
-            prompt = deciding.prompt_of(policy, context.incoming)
-            estimate = await self._estimator.estimate(prompt, model.template, policy.window_tokens)
+            estimate = await self._estimated(policy, model, context.incoming)
             await self.cohort.catch_up()
         context.estimated_at = self._clock.now()
         in_force = self._policy()
@@ -440,6 +437,11 @@ class Pipeline:
         context.estimate = estimate
         context.decision, context.ticket = self._ticket(policy, model, context.incoming, estimate)
         return context.ticket
+
+    def _estimated(self, policy: Policy, model: ModelPolicy, incoming: Incoming) -> Awaitable[Estimate]:
+        """Estimate the length of a request's prompt as it will be sent."""
+        prompt = deciding.prompt_of(policy, incoming)
+        return self._estimator.estimate(prompt, model.template, policy.window_tokens)
 
     def _under_this_policy(self, context: RequestContext, ticket: Ticket) -> Ticket:
         """Return the ticket of an unanswered request under the current policy.
@@ -541,15 +543,20 @@ class Pipeline:
         self, statuses: Mapping[str, BackendStatus], objections: Mapping[str, Objection]
     ) -> tuple[Mapping[str, BackendStatus], Mapping[str, Objection]]:
         """Return the statuses and objections that apply while backends are in doubt (`core.blame`)."""
-        passed_over = self._doubts.passed_over(self._newest, statuses, self._clock.now())
-        statuses, objections = dict(statuses), dict(objections)
-        for name, is_paused in passed_over.items():
+        policy = self._newest
+
+        def is_available(name: str) -> bool:
+            status = statuses.get(name, _UNKNOWN)
+            return name not in objections and unavailable_reason(policy.backends[name], status) is None
+
+        of_doubts, probation = dict[str, Objection](), dict[str, BackendStatus]()
+        for name, is_paused in self._doubts.passed_over(policy, is_available, self._clock.now()).items():
             status = statuses.get(name, _UNKNOWN)
             if is_paused:
-                objections.setdefault(name, _IN_DOUBT)
+                of_doubts[name] = _IN_DOUBT
             elif status.state is State.UP:
-                statuses[name] = replace(status, state=State.PROBATION)
-        return statuses, objections
+                probation[name] = replace(status, state=State.PROBATION)
+        return {**statuses, **probation}, {**of_doubts, **objections}
 
     # -------------------------------------------------------------- admit
 

@@ -4,7 +4,6 @@ import pytest
 from support.world import POLICY
 
 from gateway.core.blame import IN_A_ROW, KNOWN_MAX, PAUSE_S, REPEATED_S, ROW_MAX, Blame, Doubts
-from gateway.core.health import BackendStatus, State
 
 
 def test_a_request_counts_once_per_backend_until_it_is_forgotten() -> None:
@@ -29,11 +28,6 @@ def test_what_is_remembered_has_a_bound() -> None:
         assert blame.count("a", str(number).encode(), 0.0)
     assert blame.count("a", b"0", 0.0)
     assert not blame.count("a", b"2", 0.0)
-
-
-POOL = ("light-0", "light-1")
-UP = BackendStatus(state=State.UP, served_models=("served",))
-STATUSES = dict.fromkeys(POLICY.backends, UP)
 
 
 def doubts(*failures: tuple[str, str, float]) -> Doubts:
@@ -68,14 +62,13 @@ def in_a_row(backend: str, *, at: float = 100.0) -> list[tuple[str, str, float]]
 def test_where_other_replicas_are_preferred(
     failures: list[tuple[str, str, float]], now: float, passed_over: dict[str, bool]
 ) -> None:
-    assert doubts(*failures).passed_over(POLICY, STATUSES, now) == passed_over
+    assert doubts(*failures).passed_over(POLICY, lambda _: True, now) == passed_over
 
 
 def test_a_replica_that_is_out_is_not_preferred() -> None:
     made = doubts(*in_a_row("light-0"))
-    down = STATUSES | {"light-1": BackendStatus(state=State.DOWN)}
-    assert made.passed_over(POLICY, down, 100.0) == {}
-    assert made.passed_over(POLICY, {}, 100.0) == {}
+    assert made.passed_over(POLICY, {"light-0", "push"}.__contains__, 100.0) == {}
+    assert made.passed_over(POLICY, {"light-1"}.__contains__, 100.0) == {"light-0": True}
 
 
 def test_an_answer_ends_a_doubt() -> None:
@@ -94,5 +87,5 @@ def test_what_is_remembered_of_a_row_has_a_bound() -> None:
 
 def test_doubts_of_backends_that_are_gone_are_forgotten() -> None:
     made = doubts(*in_a_row("gone"))
-    made.passed_over(POLICY, STATUSES, 100.0)
+    made.passed_over(POLICY, lambda _: True, 100.0)
     assert not made.rows

@@ -406,6 +406,25 @@ async def test_where_different_requests_fail_in_a_row_the_next_ones_go_to_a_repl
     assert [target.backend.id for target in world.upstream.targets[7:]] == ["light-0", "light-0", "light-1"]
 
 
+@pytest.mark.parametrize("how", ["drained", "down", "swapped-out"])
+async def test_one_in_doubt_is_not_passed_over_for_a_replica_that_takes_nothing(
+    world: World, how: str
+) -> None:
+    if how == "drained":
+        drained = replace(POLICY.backends["light-1"], drain=True)
+        world.policy = replace(POLICY, backends={**POLICY.backends, "light-1": drained})
+        world.pipeline.policy_changed()
+    elif how == "down":
+        world.fleet.known["light-1"] = BackendStatus(state=State.DOWN)
+    else:
+        world.objections = {"light-1": (Exclusion.SWAPPED_OUT, "its box serves another model")}
+    for text in ("a", "b", "c", "d"):
+        world.answers(light_0=Script(status=500), push=GOOD)
+        await world.run(world.request(), members={"user": text})
+
+    assert [target.backend.id for target in world.upstream.targets] == ["light-0", "push"] * 4
+
+
 async def test_one_in_doubt_is_tried_by_few_at_a_time(world: World) -> None:
     wide = Capacity(context_tokens=32_768, knee=(KneeStep(None, 8),))
     backends = {name: replace(backend, capacity=wide) for name, backend in POLICY.backends.items()}
