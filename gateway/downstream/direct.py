@@ -46,7 +46,6 @@ class DirectProtocol(GuardedProtocol):
         self._template: HeadTemplate | None = None  # of the head that this connection repeats
         self._may_learn = LEARNED_MAX
         self._task: CallTask | None = None  # answers all calls of this connection
-        self._idle_since = 0.0  # when the last answer was complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept a connection, whose answers are written together with others'."""

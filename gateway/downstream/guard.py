@@ -18,6 +18,7 @@ from gateway.core.errors import GatewayError, InvalidRequest, OutOfResources, Re
 from gateway.downstream.errors import envelope, fault, headers_of
 from gateway.downstream.hosts import has_one_host, refuse_host
 from gateway.downstream.http10 import as_http_1_0
+from gateway.downstream.idle import IdleConnections
 from gateway.downstream.lingering import ClosingTransport, Lingering, closing_unless_continued
 from gateway.events import about
 
@@ -30,7 +31,8 @@ HEAD_WITHIN_S = 15.0
 """How long a head may take, from the connection or its own first byte: a choice, not a measurement."""
 
 CONNECTIONS_MAX = 8_192
-"""Maximum number of connections of a listener. A choice: one more is told so, and closed."""
+"""Maximum number of connections of a listener. A choice. For one more, an idle one is closed; without an idle
+one, it is told so, and closed."""
 
 PIPELINED_MAX = 256
 """Maximum number of requests on one connection that wait for the answers before them. A choice: more than any
@@ -65,9 +67,11 @@ class GuardedProtocol(HttpToolsProtocol):
     of them, as headers.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Called by uvicorn."""
+    def __init__(self, *args: Any, idle: IdleConnections, **kwargs: Any) -> None:
+        """Called by uvicorn; `idle` are those of the listener."""
         super().__init__(*args, **kwargs)
+        self._idle = idle
+        self._idle_since = self.loop.time()  # when the last answer was complete, if there was one
         self._head_bytes = 0  # of an incomplete head, or incomplete trailers
         self._read_bytes = 0  # of the data being parsed
         self._is_in_head = True
@@ -83,9 +87,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refusal: GatewayError | None = None  # follows the answers to those before it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept a connection, or reject it if there are too many."""
+        """Accept a connection, or reject it if there are too many, of which none is idle."""
         super().connection_made(transport)
-        if len(self.connections) > CONNECTIONS_MAX:
+        is_full = len(self.connections) > CONNECTIONS_MAX
+        if is_full and not self._idle.close_one(self.connections, self.loop.time()):
             self._refuse(OutOfResources("This gateway has too many connections.", retry_after_s=5))
         else:
             self._await_head()
@@ -143,6 +148,19 @@ class GuardedProtocol(HttpToolsProtocol):
             and self._rest_timer is None
             and not self.transport.is_closing()
         )
+
+    def idle_since(self) -> float | None:
+        """Return since when nothing is left to answer (time of the event loop); None while something is.
+
+        Then it waits for a complete head, or for what its caller still sends to a request that was answered.
+        """
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        is_told = self._refusal is None or self._rest_timer is not None
+        return self._idle_since if is_told and not is_answering and not self.transport.is_closing() else None
+
+    def close_idle(self) -> None:
+        """Close the connection, which is idle."""
+        self.transport.close()
 
     def has_refused(self) -> bool:
         """Return whether what is received is discarded, because of what came before."""
@@ -206,6 +224,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
         uvicorn would read on after every answer, however many requests are waiting.
         """
+        self._idle_since = self.loop.time()
         if self._refusal is not None and not self.pipeline and not self.transport.is_closing():
             self._write_refusal(self._refusal)
         super().on_response_complete()
@@ -251,6 +270,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.pipeline.clear()  # what came behind the incomplete request is no request
             self.transport.write_eof()
             self.transport.set_protocol(Lingering(self))
+            self._idle_since = self.loop.time()
             self._rest_timer = self.loop.call_later(LINGER_S, self.transport.abort)
 
     def new_parser(self) -> httptools.HttpRequestParser:

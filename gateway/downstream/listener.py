@@ -22,6 +22,7 @@ from gateway.downstream import guard
 from gateway.downstream.direct import DirectProtocol
 from gateway.downstream.direct_call import Chats
 from gateway.downstream.guard import GuardedProtocol
+from gateway.downstream.idle import IdleConnections
 from gateway.events import about
 from gateway.sockets import BACKLOG
 
@@ -54,7 +55,9 @@ class Listener(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, bound: socket.socket, chats: Chats | None = None) -> None:
         """Prepare to serve `app` on `bound`; ordinary chats are passed to `chats`."""
-        protocol = GuardedProtocol if chats is None else partial(DirectProtocol, chats=chats)
+        idle = IdleConnections()
+        guarded = partial(GuardedProtocol, idle=idle)
+        protocol = guarded if chats is None else partial(DirectProtocol, chats=chats, idle=idle)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -133,7 +136,7 @@ class Listener(uvicorn.Server):
         was_full, self._is_full = self._is_full, count >= limit * (ENOUGH_BELOW if self._is_full else 1)
         if self._is_full and not was_full:
             log.error(
-                "%d connections are open, as many as a port may have: others get a 503",
+                "%d connections are open, as many as a port may have: idle ones are closed for new ones",
                 count,
                 extra=about("connections_full", open=count, limit=limit),
             )

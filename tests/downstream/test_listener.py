@@ -12,9 +12,10 @@ import anyio
 import pytest
 from anyio.abc import SocketStream
 from litestar import Litestar, get
+from litestar.handlers import HTTPRouteHandler
 
 from gateway.core.errors import StartupBlocked
-from gateway.downstream import guard, listener
+from gateway.downstream import guard, idle, listener
 from gateway.downstream.listener import Listener
 from gateway.sockets import bind, url_of
 
@@ -24,9 +25,25 @@ def hello() -> str:
     return "hello"
 
 
+class Held:
+    """A request that is answered when the test says so."""
+
+    def __init__(self) -> None:
+        self.began, self.may_end = anyio.Event(), anyio.Event()
+
+    def route(self) -> HTTPRouteHandler:
+        @get("/held")
+        async def held() -> str:
+            self.began.set()
+            await self.may_end.wait()
+            return "held"
+
+        return held
+
+
 @asynccontextmanager
-async def listening() -> AsyncIterator[int]:
-    app = Litestar([hello], openapi_config=None, logging_config=None)
+async def listening(*routes: HTTPRouteHandler) -> AsyncIterator[int]:
+    app = Litestar([hello, *routes], openapi_config=None, logging_config=None)
     bound = bind("127.0.0.1", 0)
     port: int = bound.getsockname()[1]
     server = Listener(app, bound)
@@ -190,6 +207,7 @@ async def test_a_large_body_is_no_large_head() -> None:
 
 async def test_connections_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "CONNECTIONS_MAX", 1)
+    monkeypatch.setattr(idle, "LEAST_S", 1e9)
     async with listening() as port, await anyio.connect_tcp("127.0.0.1", port) as first:
         await first.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         assert (await first.receive()).startswith(b"HTTP/1.1 200")
@@ -199,10 +217,71 @@ async def test_connections_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None
     assert body["error"]["code"] == "out_of_resources"
 
 
+GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+NOT_HTTP = b"?\r\n\r\n"
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", GET, NOT_HTTP, REFUSED])
+async def test_the_longest_idle_connection_makes_room_for_a_new_one(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(guard, "CONNECTIONS_MAX", 3)
+    monkeypatch.setattr(idle, "LEAST_S", 0.0)
+    held = Held()
+    async with listening(held.route()) as port, await anyio.connect_tcp("127.0.0.1", port) as busy:
+        await busy.send(b"GET /held HTTP/1.1\r\nhost: x\r\n\r\n")
+        await held.began.wait()
+        async with await anyio.connect_tcp("127.0.0.1", port) as longest:
+            await longest.send(sent)
+            if sent in (GET, NOT_HTTP, REFUSED):
+                assert (await longest.receive()).startswith(b"HTTP/1.1 ")
+            async with (
+                await anyio.connect_tcp("127.0.0.1", port) as later,
+                await anyio.connect_tcp("127.0.0.1", port) as new,
+            ):
+                for one in (new, later):
+                    await one.send(GET)
+                    assert (await one.receive()).startswith(b"HTTP/1.1 200")
+                with anyio.fail_after(10):
+                    assert await everything(longest) == b""
+                held.may_end.set()
+                assert (await busy.receive()).startswith(b"HTTP/1.1 200")
+
+
+async def test_connections_that_were_idle_a_moment_ago_are_looked_for_again() -> None:
+    class Connection:
+        def __init__(self, since: float | None) -> None:
+            self.since, self.is_closed = since, False
+
+        def idle_since(self) -> float | None:
+            return None if self.is_closed else self.since
+
+        def close_idle(self) -> None:
+            self.is_closed = True
+
+    def closed(*connections: Connection) -> list[bool]:
+        return [one.is_closed for one in connections]
+
+    of_port = idle.IdleConnections()
+    busy, first, second = Connection(None), Connection(10.0), Connection(10.5)
+    every = (busy, second, first)
+
+    assert not of_port.close_one(every, now=10.9)  # too soon
+    assert of_port.close_one(every, now=11.6)
+    assert closed(*every) == [False, False, True]
+    second.since = 11.7  # it was found, too, but has served a request since
+    assert not of_port.close_one(every, now=12.6)
+    busy.since = 11.0  # has ended meanwhile
+    assert of_port.close_one(every, now=12.71)
+    assert of_port.close_one(every, now=12.71)
+    assert closed(*every) == [True, True, True]
+
+
 async def test_a_port_without_room_for_connections_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(guard, "CONNECTIONS_MAX", 2)
+    monkeypatch.setattr(idle, "LEAST_S", 1e9)
     monkeypatch.setattr(listener, "TICK_S", 0.01)
 
     def logged() -> list[str]:
