@@ -173,6 +173,13 @@ def test_every_key_in_the_store_is_documented() -> None:
     assert names - documented == set()
 
 
+def test_every_header_is_documented_and_no_other() -> None:
+    pattern = re.compile(r"x-gateway-[a-z-]+")
+    served = [path for path in SOURCES if path.parts[-2] in ("downstream", "pipeline")]
+    sent = {name for path in served for name in pattern.findall(path.read_text())}
+    assert set(pattern.findall((ROOT / "docs" / "headers.md").read_text())) == sent
+
+
 def is_figure(value: ast.expr | None) -> bool:
     """Return whether an expression is a number, computed from one, or a row of them."""
     match value:

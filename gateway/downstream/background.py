@@ -33,6 +33,7 @@ from gateway.core.jobs import (
     Refusal,
     expected_start_s,
     lane_of,
+    model_and_class,
     size_of,
 )
 from gateway.core.responses.draft import Event
@@ -41,7 +42,7 @@ from gateway.core.usage import Ending, RequestRecord
 from gateway.core.values import Changes, Decision, Estimate
 from gateway.events import about
 from gateway.pipeline import Pipeline
-from gateway.ports import Clock, Incoming, JobStore, Recorder
+from gateway.ports import Clock, Headers, Incoming, JobStore, Recorder
 from gateway.threads import decoded
 
 log = logging.getLogger("gateway.jobs")
@@ -510,6 +511,22 @@ def _record(incoming: Incoming, decision: Decision, decided_at: float, now: floa
         trace=arrival.trace,
         route=arrival.route,
     )
+
+
+def handover_headers(request: Incoming, job: Job, estimate: Estimate | None = None) -> Headers:
+    """Return the headers of the answer to a request that became a job: they describe the decision."""
+    headers = [(b"x-request-id", request.arrival.id.encode()), *job_headers(job)]
+    if estimate is not None:
+        headers.append((b"x-gateway-prompt-tokens", str(estimate.tokens).encode()))
+    if request.dropped:
+        headers.append((b"x-gateway-dropped", ", ".join(request.dropped).encode()))
+    return headers
+
+
+def job_headers(job: Job) -> Headers:
+    """Return the headers that name a job and its class."""
+    _, traffic_class = model_and_class(job.new.lane)
+    return [(b"x-gateway-class", traffic_class.encode()), (b"x-gateway-job", job.id.encode())]
 
 
 def headers_kept(headers: Mapping[str, str]) -> dict[str, str]:

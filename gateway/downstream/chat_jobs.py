@@ -17,13 +17,13 @@ from litestar.params import FromPath
 from gateway.core.chat_jobs import failure, job_id, response_echo
 from gateway.core.errors import GatewayError, JobNotFinished, ResponseNotFound, ShedError, StoreUnavailable
 from gateway.core.idempotency import HEADER
-from gateway.core.jobs import Job, model_and_class
+from gateway.core.jobs import Job
 from gateway.core.prefer import Preference, preference
 from gateway.core.quirks.tool_markup import NOT_IN_STREAMS
 from gateway.core.responses.replay import JobFacts
 from gateway.core.responses.request import new_response
 from gateway.core.values import Endpoint, Estimate, OnDisconnect, TrafficClass, Waiting
-from gateway.downstream.background import Background, headers_kept
+from gateway.downstream.background import Background, handover_headers, headers_kept, job_headers
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.reading import Received, Work
 from gateway.downstream.relay import HttpDownstream, send_body, send_json
@@ -90,7 +90,8 @@ class ChatJobs:
             await self._pipeline.run(request, downstream, estimate)
             await downstream.finish()
             return
-        headers, prefers = _headers(request, job, estimate), preference(received.headers.get("prefer"))
+        headers = handover_headers(request, job, estimate)
+        prefers = preference(received.headers.get("prefer"))
         if traffic_class is None or queue is None:
             del request, received
             await self._respond_async(job, facts, prefers, headers, downstream)
@@ -247,7 +248,7 @@ class ChatJobs:
                 body = await self._background.answer(job)
             except ResponseNotFound:
                 raise _gone(completion_id) from None
-            headers = {name.decode(): value.decode() for name, value in _job_headers(job)}
+            headers = {name.decode(): value.decode() for name, value in job_headers(job)}
             return Response(body, media_type=MediaType.JSON, headers=headers)
 
         return [retrieve]
@@ -276,18 +277,3 @@ def _waiter(request: WireRequest, waiting: Waiting, queue: OnDisconnect, headers
         wants_place=asked.headers.get(PLACE_HEADER, "").lower() in _TRUE,
         on_disconnect=queue,
     )
-
-
-def _headers(request: WireRequest, job: Job, estimate: Estimate | None) -> Headers:
-    """Return the response headers that describe the decision."""
-    headers = [(b"x-request-id", request.arrival.id.encode()), *_job_headers(job)]
-    if estimate is not None:
-        headers.append((b"x-gateway-prompt-tokens", str(estimate.tokens).encode()))
-    if request.dropped:
-        headers.append((b"x-gateway-dropped", ", ".join(request.dropped).encode()))
-    return headers
-
-
-def _job_headers(job: Job) -> Headers:
-    _, traffic_class = model_and_class(job.new.lane)
-    return [(b"x-gateway-class", traffic_class.encode()), (b"x-gateway-job", job.id.encode())]

@@ -46,7 +46,7 @@ from gateway.core.responses.request import (
 )
 from gateway.core.values import Endpoint
 from gateway.downstream import wire
-from gateway.downstream.background import Background, gone, headers_kept
+from gateway.downstream.background import Background, gone, handover_headers, headers_kept
 from gateway.downstream.files import limit_of, page_of
 from gateway.downstream.idempotency import IdempotentRequests
 from gateway.downstream.keys import KeyRing
@@ -237,15 +237,17 @@ class Responses:
             error.param = chat_param_here(error.param)
             raise
 
+        headers = handover_headers(asked.incoming, job)
+
         async def follow(downstream: HttpDownstream) -> None:
-            await downstream.start(200, SSE_HEADERS)
+            await downstream.start(200, (*SSE_HEADERS, *headers))
             await self._follow(background, job, -1, downstream.send)
             await downstream.finish()
 
         if asked.incoming.request.stream:
             return follow
         response = await background.response(job, known)
-        return partial(send_json, response)
+        return partial(send_json, response, headers=headers)
 
     async def _follow(
         self, background: Background, job: Job, after: int, send: Callable[[bytes], Awaitable[None]]

@@ -55,6 +55,21 @@ async def test_a_job_is_handed_over_and_fetched(gateway: Site) -> None:
     assert (await client.responses.retrieve(job.id)).model_dump() == done.model_dump()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_handover_is_named_in_the_headers_of_its_answer(gateway: Site, stream: bool) -> None:
+    client = gateway.openai(api_key="a")
+
+    async with client.responses.with_streaming_response.create(
+        **ASK, background=True, stream=stream, max_output_tokens=5, extra_body={"priority": 3}
+    ) as raw:
+        headers = raw.headers
+        id = (await client.responses.retrieve(headers["x-gateway-job"])).id
+
+    assert headers["x-request-id"].startswith("req-")
+    assert (headers["x-gateway-class"], headers["x-gateway-job"]) == ("short_chat", id)
+    assert headers["x-gateway-dropped"] == "priority"
+
+
 async def test_a_response_whose_conversation_is_not_kept_cannot_be_continued(gateway: Site) -> None:
     client = gateway.openai(api_key="a")
     kept, unkept = [
