@@ -31,3 +31,19 @@ def test_the_messages_are_what_check_says(checked: Check) -> None:
     for problem in checked(bent).problems:
         assert str(problem).split("gateway.yaml")[1] in TEXT
     assert TEXT.count("did you mean") == len(checked(bent).problems) == 2
+
+
+def test_the_defaults_of_each_kind_of_class_are_those_of_the_table(checked: Check) -> None:
+    whens = ("{reasoning: true}", '{prompt_tokens: ">= 8000"}', '{prompt_tokens: ">= 4000"}')
+    classes = "".join(
+        f"      - {{class: c{n}, when: {when}, pools: [push]}}\n" for n, when in enumerate(whens)
+    )
+    settings = checked(WHOLE.partition("    classes:\n")[0] + "    classes:\n" + classes).settings
+    assert settings is not None
+    waits = [one.waiting for one in settings.policy().models[0].classes]
+    kinds = TEXT.partition("## Kinds of classes")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ")[2:] for line in kinds.splitlines() if line.startswith("| ")][1:]
+
+    assert [[float(cell) for cell in row] for row in rows] == [
+        [one.max_wait_s, one.ttft_target_s, one.prefill_weight] for one in waits
+    ]

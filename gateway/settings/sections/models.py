@@ -64,14 +64,14 @@ class WaitingSection(Section):
     """How requests of a class wait for a slot when every backend is full."""
 
     max_wait_s: Seconds | None = None
-    """Longest wait; a longer forecast is refused at once. Unset: 1.2 (chat), 900 (documents) or 600."""
+    """Longest wait; longer forecasts are refused. Unset: by kind (docs/configuration.md#kinds-of-classes)."""
 
     ttft_target_s: Seconds | None = None
-    """Target seconds to the first token; orders the queue. Unset: 2 (chat), 60 (documents) or 600."""
+    """Target seconds to the first token; orders the queue. Unset: by the kind of class."""
 
     prefill_weight: Weight | None = None
     """Multiples of a prompt's own prefill time added to that target. Above 1, short prompts go first.
-    Unset: 4 (chat) or 1."""
+    Unset: by the kind of class."""
 
     waiting_max: Positive = _WAITING.waiting_max
     """How many requests of the class may wait."""
@@ -103,7 +103,7 @@ class ClassSection(Section):
     """One kind of work and where it goes. Classes are tried top to bottom; the first match wins."""
 
     name: Slug = Field(alias="class")
-    """short_chat, long_document, reasoning, or your own name; callers see it in x-gateway-class."""
+    """A name of your own; callers see it in x-gateway-class. What a class is for, only `when` says."""
 
     when: WhenSection = WhenSection()
     """Which requests belong to it. Unset: all."""
@@ -176,4 +176,4 @@ class RoutingSection(Section):
     """How much each score counts."""
 
     attempts_max: Attempts = RetryPolicy().attempts_max
-    """How many backends may be tried before the caller sees a failure; at most 10."""
+    """How many backends may be tried before the caller sees a failure; at most 10. If they crash, two."""
