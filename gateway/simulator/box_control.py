@@ -9,18 +9,21 @@ POST /models/NAME/boots   {"boots": ["fail", "ok"]}: the outcome of its next boo
 GET  /box                 the box's counters
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import anyio
 
 from gateway.simulator import refusals
-from gateway.simulator.box_model import Busy, Model, Residency, State, Swap, Violation
+from gateway.simulator.box_model import Busy, Model, State
 from gateway.simulator.box_options import Boot
 from gateway.simulator.exchange import ClientDisconnected, Exchange, Receive, Scope, Send, as_bytes
 from gateway.simulator.reading import read_json
 from gateway.simulator.refusals import Refusal
+
+if TYPE_CHECKING:
+    from gateway.simulator.box import Box
 
 _DONE = {
     "start": (State.RUNNING, State.SLEEPING),
@@ -29,45 +32,10 @@ _DONE = {
 }
 
 
-class Switch(Protocol):
-    """The box, as seen by the control port."""
-
-    violations: int
-
-    @property
-    def models(self) -> Mapping[str, Model]:
-        """By name."""
-
-    @property
-    def cut(self) -> int:
-        """Number of requests cut off."""
-
-    @property
-    def swaps(self) -> Iterable[Swap]:
-        """The latest, oldest first."""
-
-    @property
-    def residencies(self) -> Iterable[Residency]:
-        """The latest, oldest first."""
-
-    @property
-    def violation_log(self) -> Iterable[Violation]:
-        """The latest, oldest first."""
-
-    def start(self, name: str) -> None:
-        """Start a model, or raise `Busy`."""
-
-    def stop(self, name: str) -> None:
-        """Stop a model."""
-
-    def kill(self, name: str) -> None:
-        """Kill a model."""
-
-
 class Control:
     """The ASGI application."""
 
-    def __init__(self, box: Switch) -> None:
+    def __init__(self, box: "Box") -> None:
         self._box = box
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,7 +119,7 @@ def _described(model: Model) -> Mapping[str, object]:
     }
 
 
-def _counted(box: Switch) -> Mapping[str, object]:
+def _counted(box: "Box") -> Mapping[str, object]:
     return {
         "violations": box.violations,
         "cut_requests": box.cut,

@@ -98,12 +98,12 @@ class ClientConnection(HttpToolsProtocol):
 
     @property
     def is_lost(self) -> bool:
-        """See `exchange.Connection.is_lost`."""
+        """Whether the client is known to have closed it."""
         return self._lost.is_set()
 
     @property
     def was_left(self) -> bool:
-        """See `exchange.Connection.was_left`."""
+        """Whether the client has closed it, known or not: asks the kernel."""
         if self.is_lost or self.transport.is_closing():
             return True
         poll = select.poll()
@@ -111,11 +111,11 @@ class ClientConnection(HttpToolsProtocol):
         return bool(poll.poll(0))
 
     def write(self, data: bytes) -> None:
-        """See `exchange.Connection.write`."""
+        """Write bytes, bypassing HTTP."""
         self.transport.write(data)
 
     async def close(self, *, abort: bool = False) -> None:
-        """See `exchange.Connection.close`."""
+        """Close it, with a reset if `abort`, and wait until it is closed."""
         if abort:
             self.transport.abort()
         else:

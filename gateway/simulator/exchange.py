@@ -3,10 +3,11 @@
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qsl
 
 from gateway.simulator import refusals
+from gateway.simulator.door import ClientConnection
 from gateway.simulator.reading import read_json
 
 JSON = "application/json"
@@ -15,26 +16,6 @@ Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Handler = Callable[["Exchange"], Awaitable[None]]
-
-
-class Connection(Protocol):
-    """The TCP connection of a request."""
-
-    on_lost: Callable[[], None] | None
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the client is known to have closed it."""
-
-    @property
-    def was_left(self) -> bool:
-        """Whether the client has closed it, known or not: asks the kernel."""
-
-    def write(self, data: bytes) -> None:
-        """Write bytes, bypassing HTTP."""
-
-    async def close(self, *, abort: bool = False) -> None:
-        """Close it, with a reset if `abort`, and wait until it is closed."""
 
 
 @dataclass(slots=True)
@@ -48,7 +29,7 @@ class Exchange:
     scope: Scope
     receive: Receive
     send: Send
-    connection: Connection
+    connection: ClientConnection
     status: int = 0
 
     def header(self, name: bytes) -> str:
