@@ -290,10 +290,9 @@ class WorkerGroup:
         self, order: Order, process: Process, hear: Callable[[], Awaitable[object]]
     ) -> AsyncIterator[None]:
         """Kill a process that gives no sign of life for long while the block runs; `hear` waits for one."""
-        async with anyio.create_task_group() as tasks:
+        async with tasks_beside() as tasks:
             tasks.start_soon(self._kill_if_silent, order, process, hear)
             yield
-            tasks.cancel_scope.cancel()
 
     async def _kill_if_silent(
         self, order: Order, process: Process, hear: Callable[[], Awaitable[object]]

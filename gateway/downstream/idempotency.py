@@ -27,6 +27,7 @@ from gateway.downstream.relay import PIECE_BYTES, HeldAnswers, HttpDownstream
 from gateway.pipeline import LEFT_STATUS, CallerStalled
 from gateway.pipeline.caller import while_caller_reads
 from gateway.ports import Clock, Headers, IdempotencyStore, Recorder
+from gateway.tasks import tasks_beside
 
 RETRY_AFTER_S = 2
 """Retry-After while the answer is in progress. A choice: every OpenAI client retries after a 409, but twice
@@ -98,20 +99,13 @@ class IdempotentRequests:
         """Run a request, record its answer, and store it if successful."""
         mark = HeldKey(self.rules, claim)
         recording = Recording(downstream, mark, self)
-        failure: Exception | None = None
         try:
-            async with anyio.create_task_group() as tasks:
+            async with tasks_beside(GatewayError, CallerStalled, OSError) as tasks:
                 tasks.start_soon(mark.renew)
-                try:
-                    await work(recording)
-                except (GatewayError, CallerStalled, OSError) as error:
-                    failure = error  # returned by value, because the task group would wrap it
-                tasks.cancel_scope.cancel()
+                await work(recording)
         finally:
             recording.forget()
             await mark.free()
-        if failure is not None:
-            raise failure
 
     async def _replay(self, received: Received, answer: StoredAnswer, downstream: HttpDownstream) -> None:
         """Send a stored answer.

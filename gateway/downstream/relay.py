@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from gateway.core.sse import DONE
 from gateway.downstream.errors import envelope, headers_of
 from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Headers
+from gateway.tasks import tasks_beside
 
 FINISH_S = 30.0
 """How long the end of a body may wait for a caller that does not read. A choice: the backend has finished."""
@@ -304,25 +305,15 @@ def _too_large(bytes_max: int) -> BodyTooLarge:
 async def run_for_caller(work: Callable[[], Awaitable[None]], receive: Receive) -> None:
     """Run `work`, and cancel it when the caller disconnects.
 
-    ASGI reports a disconnect only through `receive`, so a task has to wait for it all the time. Errors are
-    returned by value, because a task group would wrap them.
+    ASGI reports a disconnect only through `receive`, so a task has to wait for it all the time.
 
     Raises:
         GatewayError, CallerStalled: as raised by `work`.
     """
-    failure: Exception | None = None
-    async with anyio.create_task_group() as tasks:
+    async with tasks_beside(GatewayError, CallerStalled) as tasks:
         tasks.start_soon(_cancel_when_gone, receive, tasks.cancel_scope)
-        try:
+        with suppress(OSError):  # the server may notice the closed socket before `receive` reports it
             await work()
-        except (GatewayError, CallerStalled) as error:
-            failure = error
-        except OSError:
-            # The server noticed the closed socket before it was reported through `receive`.
-            pass
-        tasks.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
 
 
 async def send_json(
