@@ -8,12 +8,13 @@ from typing import Any
 import anyio
 import pytest
 import yaml
+from support.decisions import moves
 from support.site import FLEET, POLICY, Site, simulated, site
 
 from gateway import settings
 from gateway.replay import reading
 from gateway.replay.candidate_policy import CandidatePolicy
-from gateway.replay.comparing import Report, compare
+from gateway.replay.comparing import compare
 
 SECRET = "xyzzyquux"
 DOCUMENTS = (6_000, 9_000, 20_000)
@@ -95,14 +96,6 @@ def tried(folder: Path, names: Mapping[str, str] = FLEET, **sections: Any) -> Ca
     }
     path.write_text(yaml.safe_dump({**POLICY, "backends": backends, **sections}))
     return CandidatePolicy.of(settings.load(path, {}))
-
-
-def moves(report: Report) -> dict[str, dict[tuple[str, str], int]]:
-    return {
-        what: {(one.before, one.after): one.requests for one in found}
-        for what, found in report.moves.items()
-        if found
-    }
 
 
 async def test_what_was_served_is_written_down_and_tried_under_other_policies(tmp_path: Path) -> None:

@@ -5,26 +5,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.decisions import SITE, Configure, Logged, classes, everywhere, line
+from support.decisions import SITE, Configure, Logged, classes, everywhere, line, moves
 
 from gateway.core.usage import Ending
 from gateway.core.values import CountMode
 from gateway.replay.candidate_policy import CandidatePolicy
-from gateway.replay.comparing import Report, compare
+from gateway.replay.comparing import compare
 from gateway.replay.figures import ALL, quantile
 from gateway.telemetry.decision_lines import PromptLength
 
 LONG = {"class": "long_document", "when": {"prompt_tokens": ">= 16000"}, "pools": ["push"]}
 SHORT = {"class": "short_chat", "pools": ["light", "push"]}
 MIXED = [line(at, tokens) for at, tokens in enumerate((100, 5_000, 9_000, 20_000, 50_000, 800))]
-
-
-def moves(report: Report) -> dict[str, dict[tuple[str, str], int]]:
-    return {
-        what: {(one.before, one.after): one.requests for one in found}
-        for what, found in report.moves.items()
-        if found
-    }
 
 
 # ------------------------------------------------------------------ what moves

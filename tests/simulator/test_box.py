@@ -9,6 +9,7 @@ import anyio
 import anyio.lowlevel
 import httpx
 import pytest
+from support.processes import is_refused
 
 from gateway.core.profile import Profile
 from gateway.simulator import (
@@ -46,15 +47,6 @@ async def box(profile: Profile) -> AsyncIterator[Box]:
 async def control(box: Box) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=box.url, timeout=10) as client:
         yield client
-
-
-async def is_refused(url: str) -> bool:
-    async with httpx.AsyncClient() as client:
-        try:
-            await client.get(f"{url}/health")
-        except httpx.ConnectError:
-            return True
-    return False
 
 
 async def ask(box: Box, name: str, body: dict[str, Any]) -> httpx.Response:

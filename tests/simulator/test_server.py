@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from support.processes import is_refused
 
 from gateway.profiles import load, names
 from gateway.simulator import Fault, FaultOrder, Simulator, SimulatorOptions, running, simulator
@@ -34,15 +35,6 @@ def request(body: object) -> bytes:
     content = json.dumps(body).encode()
     head = f"POST {URL} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode() + content
-
-
-async def is_refused(url: str) -> bool:
-    async with httpx.AsyncClient() as client:
-        try:
-            await client.get(f"{url}/health")
-        except httpx.ConnectError:
-            return True
-    return False
 
 
 # ------------------------------------------------------------------ boot

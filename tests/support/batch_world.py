@@ -1,8 +1,7 @@
 """Batches and files in a real store, and a hand on its time."""
 
 import json
-from collections.abc import Awaitable
-from typing import Any, cast
+from typing import Any
 
 from redis.asyncio import Redis
 
@@ -10,7 +9,7 @@ from gateway.core.batches import Batch, BatchClaim
 from gateway.core.files import NewFile, StoredFile
 from gateway.store.batches import RedisBatches
 from gateway.store.files import PIECE_BYTES, RedisFiles
-from support.job_world import Jobs
+from support.job_world import Jobs, StoreWorld
 
 CHAT = "/v1/chat/completions"
 LONG_S = 1000.0  # no lease ends by itself
@@ -26,11 +25,11 @@ def jsonl(count: int, **body: Any) -> bytes:
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
-class BatchWorld:
+class BatchWorld(StoreWorld):
     """The batches of one prefix of a server."""
 
     def __init__(self, url: str, prefix: str, redis: Redis) -> None:
-        self.url, self.prefix, self.redis = url, prefix, redis
+        super().__init__(url, prefix, redis)
         self._opened: list[RedisBatches | RedisFiles | Jobs] = []
         self.files: RedisFiles = self._kept(RedisFiles(url, prefix=prefix, command_s=10.0))
         self.jobs: Jobs = self._kept(Jobs(url, prefix=prefix, command_s=10.0, lost_s=LONG_S))
@@ -44,9 +43,6 @@ class BatchWorld:
     async def aclose(self) -> None:
         for one in self._opened:
             await one.aclose()
-
-    def key(self, *names: str) -> str:
-        return ":".join((f"{{{self.prefix}:jobs}}", *names))
 
     async def upload(self, content: bytes, id: str = "file-1", key: str | None = "alice") -> StoredFile:
         file = NewFile(id, key, "in.jsonl")
@@ -82,11 +78,6 @@ class BatchWorld:
         """Return the bytes that are counted for the files of an API key."""
         return int(await self.redis.get(self.key("filed", owner)) or 0)
 
-    async def names(self) -> set[str]:
-        """Return the first words of all keys there are."""
-        start = len(self.key(""))
-        return {key[start:].split(":")[0] async for key in self.redis.scan_iter(match=f"{self.key('')}*")}
-
     # ------------------------------------------------------------ time
 
     async def lose_runner_of(self, id: str) -> None:
@@ -105,9 +96,6 @@ class BatchWorld:
     def _kept(self, one: Any) -> Any:
         self._opened.append(one)
         return one
-
-    async def _of(self, reply: Any) -> Any:
-        return await cast("Awaitable[Any]", reply)
 
 
 def new_batch(**changes: Any) -> Batch:

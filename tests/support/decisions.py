@@ -7,6 +7,7 @@ from typing import Any
 from gateway.core.usage import Ending
 from gateway.core.values import CountMode
 from gateway.replay.candidate_policy import CandidatePolicy
+from gateway.replay.comparing import Report
 from gateway.replay.reading import Log
 from gateway.telemetry import decision_lines
 from gateway.telemetry.decision_lines import PromptLength, RequestLine
@@ -64,3 +65,12 @@ def line(at: float = 0.0, tokens: int = 1_000, output: int = 100, **fields: Any)
 def everywhere(**keys: Any) -> dict[str, Any]:
     """Return the section `backends` with these keys under each of them."""
     return {name: {**one, **keys} for name, one in SITE["backends"].items()}
+
+
+def moves(report: Report) -> dict[str, dict[tuple[str, str], int]]:
+    """Return how many requests moved from where to where, by what moved them."""
+    return {
+        what: {(one.before, one.after): one.requests for one in found}
+        for what, found in report.moves.items()
+        if found
+    }

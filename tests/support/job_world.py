@@ -53,11 +53,29 @@ async def is_asked_once(asked: Callable[[], int], redis: Redis) -> bool:
     return asked() == 1
 
 
-class JobWorld:
-    """The jobs of one prefix of a server."""
+class StoreWorld:
+    """What the store keeps under one prefix."""
 
     def __init__(self, url: str, prefix: str, redis: Redis) -> None:
         self.url, self.prefix, self.redis = url, prefix, redis
+
+    def key(self, *names: str) -> str:
+        return ":".join((f"{{{self.prefix}:jobs}}", *names))
+
+    async def names(self) -> set[str]:
+        """Return the first words of all keys there are."""
+        start = len(self.key(""))
+        return {key[start:].split(":")[0] async for key in self.redis.scan_iter(match=f"{self.key('')}*")}
+
+    async def _of(self, reply: Any) -> Any:
+        return await cast("Awaitable[Any]", reply)
+
+
+class JobWorld(StoreWorld):
+    """The jobs of one prefix of a server."""
+
+    def __init__(self, url: str, prefix: str, redis: Redis) -> None:
+        super().__init__(url, prefix, redis)
         self._opened: list[Jobs] = []
         self._known: dict[tuple[str, int], str] = {}
 
@@ -71,9 +89,6 @@ class JobWorld:
     async def aclose(self) -> None:
         for jobs in self._opened:
             await jobs.aclose()
-
-    def key(self, *names: str) -> str:
-        return ":".join((f"{{{self.prefix}:jobs}}", *names))
 
     async def submit(self, jobs: Jobs, *ids: str, **changes: Any) -> list[Job]:
         accepted = [await jobs.submit(new_job(id, **changes), QUOTA) for id in ids]
@@ -89,11 +104,6 @@ class JobWorld:
         """Return how many jobs and bytes are counted for an API key."""
         jobs, bytes_ = await self._of(self.redis.hmget(self.key("quota", owner), ["jobs", "bytes"]))
         return int(jobs or 0), int(bytes_ or 0)
-
-    async def names(self) -> set[str]:
-        """Return the first words of all keys there are."""
-        start = len(self.key(""))
-        return {key[start:].split(":")[0] async for key in self.redis.scan_iter(match=f"{self.key('')}*")}
 
     async def streams(self, lane: str = LANE) -> list[str]:
         """Return a lane's streams."""
@@ -154,6 +164,3 @@ class JobWorld:
             if member.split(" ")[0] in ids:
                 await self.redis.zadd(self.key("ended"), {member: 1})
         await self.is_due()
-
-    async def _of(self, reply: Any) -> Any:
-        return await cast("Awaitable[Any]", reply)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import anyio
 import anyio.abc
+import httpx
 from anyio.streams.text import TextReceiveStream
 
 READY_S = 60.0
@@ -208,3 +209,13 @@ def lonely_config(folder: Path) -> Path:
     """Write the configuration of a gateway whose only backend is not there."""
     rest = "models:\n  gemma-4:\n    classes:\n      - {class: short_chat, pools: [light]}\n"
     return config(folder, {"light-0": ("http://127.0.0.1:9", "h100-tp1-light")}, {"light": ["light-0"]}, rest)
+
+
+async def is_refused(url: str) -> bool:
+    """Return whether nothing listens at a URL."""
+    async with httpx.AsyncClient() as client:
+        try:
+            await client.get(f"{url}/health")
+        except httpx.ConnectError:
+            return True
+    return False
