@@ -30,6 +30,7 @@ from gateway.core.health import (
     EngineSample,
     State,
 )
+from gateway.core.reloads import Reload
 from gateway.core.selection import BackendView, unavailable_reason
 from gateway.core.trace import passed_on
 from gateway.core.values import Backend, Load, Policy
@@ -53,7 +54,7 @@ from gateway.open_files import OpenFiles
 from gateway.pipeline import BackendWatch, Peers, Pipeline
 from gateway.pipeline.box_controller import BoxController
 from gateway.ports import Recorder
-from gateway.reload import Reload, Reloader
+from gateway.reload import Reloader
 from gateway.settings import Settings
 from gateway.sockets import bind, url_of
 from gateway.store.embedded import embedded_url

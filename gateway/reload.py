@@ -9,7 +9,6 @@ import logging
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -20,9 +19,10 @@ import anyio.to_thread
 
 from gateway import settings
 from gateway.core.errors import ConfigError
+from gateway.core.reloads import Reload, Version
 from gateway.events import about
 from gateway.ports import Clock
-from gateway.settings import Changes, Document, Settings
+from gateway.settings import Document, Settings
 from gateway.settings.files import read
 
 log = logging.getLogger("gateway.config")
@@ -40,42 +40,6 @@ while."""
 UNREADABLE_LOOKS = 5
 """Failed polls in a row before a warning. A choice: until then, the file may be in the process of being
 replaced."""
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """A configuration that was in force.
-
-    Attributes:
-        id: Short hash of the file.
-        source: Contents of the file.
-        at: Epoch seconds at which it was applied.
-        by: What triggered it: start, signal, file, put or rollback.
-        needs_restart: Sections whose changes take effect only after a restart.
-    """
-
-    id: str
-    source: bytes
-    at: float
-    by: str
-    needs_restart: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Reload:
-    """The result of a reload, or its preview.
-
-    Attributes:
-        version: Of the new configuration; "" if it is invalid.
-        changes: What changes.
-        warnings: Valid settings that are probably mistakes.
-        error: Why it is invalid, one problem per line; "" if it is valid.
-    """
-
-    version: str = ""
-    changes: Changes = field(default_factory=Changes)
-    warnings: tuple[str, ...] = ()
-    error: str = ""
 
 
 async def in_thread(function: Callable[..., T], *args: Any) -> T:
@@ -154,11 +118,6 @@ class Reloader:
         in_flight = self._in_flight()
         return await in_thread(self._beside, source, in_flight, name)  # may take 50 ms
 
-    async def apply(self, source: bytes, by: str) -> Reload:
-        """Apply a configuration if it is valid. Return the result."""
-        async with self._turn:
-            return await self._replace(source, by, writes=False)
-
     async def put(self, source: bytes, by: str = "put", check: Callable[[], None] = lambda: None) -> Reload:
         """Apply a configuration and write it to the file, for the next start and for other processes.
 
@@ -189,7 +148,8 @@ class Reloader:
             try:
                 source = await in_thread(read, self.path)
                 if source == before and source != self._refused and self._is_news(source):
-                    await self.apply(source, "file")
+                    async with self._turn:
+                        await self._replace(source, "file", writes=False)
             except OSError as error:
                 in_vain += 1
                 if in_vain == UNREADABLE_LOOKS:

@@ -11,47 +11,9 @@ from litestar import MediaType, Request, Response, get, post, put
 from litestar.handlers import BaseRouteHandler
 
 from gateway.core.errors import CallerError, InvalidRequest, RouteNotFound
+from gateway.core.reloads import Reload, Version
 
 _TAG = re.compile(r'(?:W/)?"([0-9a-f]*)"')
-
-
-class _Changes(Protocol):
-    @property
-    def now(self) -> tuple[str, ...]: ...
-
-    @property
-    def at_start(self) -> tuple[str, ...]: ...
-
-
-class _Reload(Protocol):
-    @property
-    def version(self) -> str: ...
-
-    @property
-    def changes(self) -> _Changes: ...
-
-    @property
-    def warnings(self) -> tuple[str, ...]: ...
-
-    @property
-    def error(self) -> str: ...
-
-
-class _Version(Protocol):
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def source(self) -> bytes: ...
-
-    @property
-    def at(self) -> float: ...
-
-    @property
-    def by(self) -> str: ...
-
-    @property
-    def needs_restart(self) -> tuple[str, ...]: ...
 
 
 class Configurations(Protocol):
@@ -62,13 +24,13 @@ class Configurations(Protocol):
         """Path of the file."""
 
     @property
-    def versions(self) -> Sequence[_Version]:
+    def versions(self) -> Sequence[Version]:
         """Recent versions, the current one first."""
 
-    async def plan(self, source: bytes) -> _Reload:
+    async def plan(self, source: bytes) -> Reload:
         """Return the changes that a new configuration would make, without applying it."""
 
-    async def put(self, source: bytes, by: str, check: Callable[[], None]) -> _Reload:
+    async def put(self, source: bytes, by: str, check: Callable[[], None]) -> Reload:
         """Apply a new configuration and write it to the file.
 
         `check` is called when no concurrent change is possible any more; if it raises, nothing changes.
@@ -136,7 +98,7 @@ class _Handlers:
         self._configurations = configurations
 
     @property
-    def current(self) -> _Version:
+    def current(self) -> Version:
         return self._configurations.versions[0]
 
     def tagged(self, response: Response[Any]) -> Response[Any]:
@@ -180,7 +142,7 @@ class _Handlers:
         return self.tagged(_shown(found))
 
 
-def _shown(found: _Reload) -> Response[bytes]:
+def _shown(found: Reload) -> Response[bytes]:
     if found.error:
         raise InvalidConfiguration(found.error)
     body: Mapping[str, Any] = {

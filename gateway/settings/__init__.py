@@ -5,7 +5,7 @@ never this package. The sections and keys are in document.py; docs/configuration
 """
 
 from gateway.settings.addresses import Address
-from gateway.settings.diff import LIVE, Changes, changes
+from gateway.settings.diff import LIVE, changes
 from gateway.settings.document import Document
 from gateway.settings.loading import CheckReport, beside, check, load
 from gateway.settings.problems import Problem
@@ -21,7 +21,6 @@ __all__ = [
     "beside",
     "changes",
     "LIVE",
-    "Changes",
     "schema",
     "Settings",
     "CheckReport",

@@ -1,9 +1,9 @@
 """Describes the difference between two configurations, for operators. Pure."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from gateway.core.reloads import Changes
 from gateway.core.values import Bound
 from gateway.core.versions import VersionBound
 from gateway.settings.document import Document
@@ -19,22 +19,6 @@ LIVE = frozenset(
 
 AT_START = tuple(name for name in Document.model_fields if name not in LIVE)
 """Sections that are read once, at startup."""
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """The differences.
-
-    Attributes:
-        now: Those that can take effect at once.
-        at_start: Those that need a restart: sections read once, and backends of boxes.
-    """
-
-    now: tuple[str, ...] = ()
-    at_start: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.now or self.at_start)
 
 
 def changes(old: Document, new: Document, in_flight: Mapping[str, int]) -> Changes:

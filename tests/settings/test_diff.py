@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway import settings
+from gateway.core.reloads import Changes
 from gateway.settings import changes
 from gateway.settings.document import Document
 
@@ -143,7 +143,7 @@ def test_what_takes_effect_at_once(edit: Edit, said: tuple[str, ...]) -> None:
     ],
 )
 def test_what_needs_a_restart(edit: Edit, said: tuple[str, ...]) -> None:
-    assert changes(document(), document(edit), {}) == settings.Changes(at_start=said)
+    assert changes(document(), document(edit), {}) == Changes(at_start=said)
 
 
 def test_every_section_is_one_or_the_other() -> None:
