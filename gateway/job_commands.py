@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gateway import command_http, settings
+from gateway import command_http, settings, tcp
 from gateway.commands import PIPED_WIDTH, config_option, fail, json_option
 from gateway.core.errors import ConfigError
 from gateway.core.jobs import JobStatus
@@ -159,7 +159,7 @@ def _base(admin: str | None, config: Path | None) -> str:
     if where is None or where.port == 0:
         fail(f"{config}: it does not say where the admin port is: give --admin URL", USAGE)
     host = _ANYWHERE.get(where.host, where.host)
-    return f"http://[{host}]:{where.port}" if ":" in host else f"http://{host}:{where.port}"
+    return f"http://{tcp.address(host, where.port)}"
 
 
 def _ask(method: str, base: str, path: str, query: Mapping[str, str] | None = None) -> Any:
