@@ -137,6 +137,28 @@ async def test_who_does_not_give_back_what_it_keeps_is_waited_for_once(
                 assert await here.acquire("b", CHAT, LIMITS) is Exclusion.AT_KNEE
 
 
+async def test_who_did_not_give_back_is_waited_for_again_also_by_one_that_never_ceases_to_ask(
+    store: Store, quiet: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.store.redis.MUTE_S", 0.5)
+    here = quiet()
+    async with running(store, here), anyio.create_task_group() as tasks:
+        await say(store, "other", used=Load(), kept=Load(seqs=KNEE, share=LIMITS.share))
+        monkeypatch.setattr("gateway.store.redis.GIVEN_BACK_S", 0.01)
+        assert await here.acquire("b", CHAT, LIMITS) is Exclusion.AT_KNEE
+
+        async def ask_on() -> None:
+            while True:
+                assert await here.acquire("b", CHAT, LIMITS) is Exclusion.AT_KNEE
+
+        monkeypatch.setattr("gateway.store.redis.GIVEN_BACK_S", 1000.0)
+        tasks.start_soon(ask_on)
+        with anyio.fail_after(WITHIN_S):
+            while not here._account("b").waiters:
+                await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+
+
 async def test_many_at_once_in_two_processes_fill_it_exactly(store: Store, quiet: Connect) -> None:
     ledgers = [quiet(), quiet()]
     outcomes: list[tuple[RedisLedger, Slot | Exclusion]] = []

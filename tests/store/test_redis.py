@@ -133,11 +133,21 @@ async def test_others_are_seen_after_a_look(store: Store, connect: Connect) -> N
 
     await here.sync()
 
-    assert here.load("b") == CLAIM
+    assert here.load("b") == here.loads()["b"] == CLAIM
     assert here.held().get("b", Load()) == Load()
     await there.answered(slot)
     await here.sync()
     assert here.load("b") == CLAIM.after_first_token
+
+
+async def test_who_looks_sees_at_the_next_tick_what_others_took(store: Store, connect: Connect) -> None:
+    here, there = connect(store, refresh_s=60.0, tick_s=0.01), connect(store, **NO_LOOKS)
+    async with running(here):
+        for expected in (CLAIM, CLAIM + CLAIM):
+            await take(there)
+            with anyio.fail_after(WITHIN_S):
+                while here.load("b") != expected:
+                    await anyio.lowlevel.checkpoint()
 
 
 async def test_what_another_frees_is_known_as_soon_as_it_is_told(store: Store, connect: Connect) -> None:
@@ -199,6 +209,23 @@ async def test_gateways_count_each_other(store: Store, connect: Connect) -> None
     with anyio.fail_after(WITHIN_S):
         while here.replicas > 1:
             await here.sync()
+
+
+async def test_only_what_is_urgent_makes_the_others_read(store: Store, leases: Leases) -> None:
+    """Else each of them would make all the others read, without end."""
+    channel = f"{store.prefix}:freed"
+    async with store.redis.pubsub() as said:
+        await said.subscribe(channel)
+        for is_urgent in (False, True, False):
+            await leases.heartbeat("", is_urgent=is_urgent)
+        await leases.leave()
+        await store.redis.publish(channel, "the end")
+        messages = []
+        async for message in said.listen():
+            messages.append(message["data"])
+            if messages[-1] == "the end":
+                break
+    assert messages[1:] == ["me", "the end"]
 
 
 async def test_a_gateway_that_leaves_takes_no_other_with_it(store: Store, connect: Connect) -> None:
@@ -321,11 +348,14 @@ async def test_a_task_cancelled_from_outside_leaves_nothing_for_long(store: Stor
     assert (await store.sums()).seqs == held == ledger.load("b").seqs
 
 
-async def test_a_task_that_is_cancelled_as_it_gets_its_slot_leaves_nothing(
-    store: Store, connect: Connect
+@pytest.mark.parametrize("outcome", ["slot", "no room", "server away"])
+async def test_a_task_that_is_cancelled_as_it_is_told_is_cancelled_and_leaves_nothing(
+    store: Store, connect: Connect, outcome: str
 ) -> None:
-    ledger = connect(store)
-    task = asyncio.get_running_loop().create_task(ledger.acquire("b", CLAIM, LIMITS))
+    server = replace(store, url="unix:///nowhere.sock") if outcome == "server away" else store
+    ledger = connect(server)
+    limits = replace(LIMITS, seqs=0) if outcome == "no room" else LIMITS
+    task = asyncio.get_running_loop().create_task(ledger.acquire("b", CLAIM, limits))
     await anyio.lowlevel.checkpoint()
     (asked,) = ledger._account("b").asked
     while not asked.outcome.done():
@@ -333,9 +363,31 @@ async def test_a_task_that_is_cancelled_as_it_gets_its_slot_leaves_nothing(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert ledger.held()["b"] == NOTHING
-    await ledger.sync()
-    assert await store.sums() == NOTHING
+    assert ledger.held().get("b", NOTHING) == NOTHING
+    with anyio.fail_after(WITHIN_S):
+        while await store.sums() != NOTHING:
+            pass
+
+
+async def test_a_backend_has_one_command_under_way_at_a_time(store: Store, connect: Connect) -> None:
+    """What is granted by one of two might be used while the other says that it is not."""
+    ledger = connect(store)
+
+    async def take_as_the_command_begins() -> Slot:
+        await asyncio.sleep(0)
+        return await take(ledger, limits=FREE)
+
+    async with asyncio.TaskGroup() as tasks:
+        asked = [
+            tasks.create_task(take(ledger, limits=FREE)),
+            tasks.create_task(take_as_the_command_begins()),
+        ]
+        while not all(task.done() for task in asked):
+            await anyio.lowlevel.checkpoint()
+            assert len(ledger._under_way) <= 1
+    with anyio.fail_after(WITHIN_S):
+        while ledger._under_way:
+            await anyio.lowlevel.checkpoint()
 
 
 # ------------------------------------------------------------------ expiry
