@@ -220,6 +220,18 @@ async def test_marks_that_nobody_ended_take_no_memory() -> None:
     assert len(idempotency._marks) == 10
 
 
+async def test_a_mark_that_is_renewed_keeps_no_other_beyond_its_time() -> None:
+    clock = StillClock()
+    idempotency = MemoryIdempotency(clock, BYTES_MAX)
+    for number in range(100):
+        await idempotency.begin(replace(ONE, key=f"k-{number}"), 10.0)
+    for _ in range(3):
+        clock.time += 5.0
+        assert await idempotency.renew(replace(ONE, key="k-0"), 10.0)
+
+    assert len(idempotency._marks) == 1
+
+
 @pytest.fixture
 async def on_server(store: Any) -> AsyncIterator[RedisIdempotency]:
     idempotency = RedisIdempotency(store.url, prefix=store.prefix, bytes_max=BYTES_MAX, command_s=10.0)
