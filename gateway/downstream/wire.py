@@ -82,9 +82,8 @@ _UNCOUNTED = frozenset({"video_url", "image_embeds", "audio_embeds", "image_pil"
 """Keys by which vLLM takes a part for what it does not say, if it has no `type` or has a `uuid`."""
 
 _BOM = b"\xef\xbb\xbf"
-_ASIDE = frozenset(
-    {"tools", "stream_options", "chat_template_kwargs", "reasoning_effort", "mm_processor_kwargs"}
-)
+_TEMPLATE_KWARGS = "chat_template_kwargs"
+_ASIDE = frozenset({"tools", "stream_options", _TEMPLATE_KWARGS, "reasoning_effort", "mm_processor_kwargs"})
 """Members of a chat that are read but not part of `Chat`. Most requests have none of them."""
 _NO_PROMPT = "`prompt` must be a string, an array of strings or of tokens."
 
@@ -113,7 +112,8 @@ class WireRules:
         tools_max: Maximum tools.
         token_ids_max: Maximum tokens of a prompt given as ids.
         remote_media: Whether images and audio may be URLs, which the backend fetches.
-        drop_fields: Members to remove because they give access to engine internals.
+        drop_fields: Members to remove because they give access to engine internals; from
+            `chat_template_kwargs`, too.
         usage_in_streams: Whether to ask backends for a usage event in every stream.
     """
 
@@ -333,6 +333,8 @@ def read_members(
         for name in dropped:
             del members[name]
         seen = None
+    if _TEMPLATE_KWARGS in members:
+        dropped = (*dropped, *_drop_template_kwargs(members, rules.drop_fields))
     fields = _Fields(members)
     model = fields.text("model") if seen is None else seen.model
     if not model:
@@ -379,6 +381,23 @@ def read_members(
     return _wire_request(
         request, members, received, rules, size_bytes=size_bytes, dropped=dropped, options=options, cut=cut
     )
+
+
+def _drop_template_kwargs(members: dict[str, msgspec.Raw], names: frozenset[str]) -> Sequence[str]:
+    """Remove `names` from the arguments for the chat template. Return what was removed.
+
+    SGLang and mlx_lm pass these on to the function that renders it, which takes the template itself from
+    there, too.
+    """
+    try:
+        kwargs = _decode_kwargs(members[_TEMPLATE_KWARGS])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ()  # no object: reported where it is read, or by the backend
+    found = sorted(names.intersection(kwargs))
+    if found:
+        kept = {name: raw for name, raw in kwargs.items() if name not in names}
+        members[_TEMPLATE_KWARGS] = msgspec.Raw(msgspec.json.encode(kept))
+    return [f"{_TEMPLATE_KWARGS}.{name}" for name in found]
 
 
 def _check_choices(choices: int, rules: WireRules) -> None:
@@ -447,6 +466,7 @@ def _check_values(body: bytes, values_max: int = VALUES_MAX) -> None:
 _decode_members: Callable[[bytes], dict[str, msgspec.Raw]] = msgspec.json.Decoder(
     Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=MEMBERS_MAX)]
 ).decode
+_decode_kwargs = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_ids = msgspec.json.Decoder(list[int]).decode
 
@@ -628,7 +648,7 @@ def _chat(
     prefixes = tuple([(key, upto / size) for key, upto in read])
     if is_bare:
         return Prompt(turns=tuple(turns)), prefixes, 1
-    thinking = bool(_mapping(fields.any("chat_template_kwargs")).get("enable_thinking"))
+    thinking = bool(_mapping(fields.any(_TEMPLATE_KWARGS)).get("enable_thinking"))
     effort = fields.any("reasoning_effort")
     budget = _mapping(fields.any("mm_processor_kwargs")).get("max_soft_tokens")
     if isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0:

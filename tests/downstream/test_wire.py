@@ -504,6 +504,30 @@ def test_members_that_reach_into_the_engine_stay_here() -> None:
     assert set(json.loads(incoming.body_for("s"))) == {"model", "messages", "top_k"}
 
 
+@pytest.mark.parametrize("text", ["short", "long " * 30_000])
+def test_nor_do_they_get_there_as_arguments_of_the_template(text: str) -> None:
+    kwargs = '{"enable_thinking":true,"chat\\u005ftemplate":"{{ x }}","priority":1,"chat_template":"{{ y }}"}'
+    messages = json.dumps([{"role": "user", "content": text}])
+    raw = f'{{"model":"m","messages":{messages},"chat_template_kwargs":{kwargs}}}'
+
+    incoming = read(Endpoint.CHAT, raw.encode(), RULES)
+
+    assert incoming.dropped == ("chat_template_kwargs.chat_template", "chat_template_kwargs.priority")
+    assert incoming.request.reasoning
+    sent = json.loads(incoming.body_for("s"))
+    assert sent["chat_template_kwargs"] == {"enable_thinking": True}
+    assert sent["messages"][0]["content"] == text
+
+
+def test_other_arguments_of_the_template_keep_their_bytes() -> None:
+    raw = b'{"model":"m","messages":[{"role":"user","content":"x"}],"chat_template_kwargs":{"a" : 1.00}}'
+
+    incoming = read(Endpoint.CHAT, raw, RULES)
+
+    assert not incoming.dropped
+    assert b'"chat_template_kwargs":{"a" : 1.00}' in incoming.body_for("s")
+
+
 @pytest.mark.parametrize(
     ("fields", "rules", "options"),
     [

@@ -142,7 +142,7 @@ def test_a_plain_file_has_every_default(loaded: Load, plain: str) -> None:
     )
     assert settings.document.requests.max_body_bytes == 32 * 1024 * 1024
     assert settings.document.requests.remote_media is False
-    assert "chat_template" in settings.document.requests.drop_fields
+    assert {"chat_template", "input_ids", "draft_model"} <= {*settings.document.requests.drop_fields}
     assert settings.document.health.probation_successes == 3
     assert settings.document.shutdown.drain_s == 600
     assert settings.key_digests({}) is None

@@ -80,11 +80,21 @@ class RequestsSection(Section):
         "ec_transfer_params",
         "vllm_xargs",
         "request_id",
+        "rid",
         "priority",
+        "input_ids",
+        "session_params",
+        "custom_logit_processor",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "adapters",
+        "draft_model",
     )
     """Request members that reach into the engine; removed before a request is forwarded.
 
-    The header `x-gateway-dropped` of the response names those that were.
+    They are removed from `chat_template_kwargs`, too. The header `x-gateway-dropped` of the response names
+    those that were.
     """
 
     usage_in_streams: bool = True
