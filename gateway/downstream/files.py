@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
 from litestar import Request, delete, get, post
 from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
@@ -142,6 +143,7 @@ class Files:
     async def _content(self, file: StoredFile) -> AsyncIterator[bytes]:
         offset = 0
         while offset < file.size_bytes:
+            await checkpoint_if_cancelled()  # a command of the store cannot be cancelled
             piece = await self._store.read(file.id, offset, READ_BYTES)
             if not piece:  # deleted in the meantime: close the connection, so that the caller notices
                 raise ConnectionResetError("the file was deleted while it was read")
