@@ -45,8 +45,8 @@ TOKENS_MAX = 2**53
 """Larger token counts are not credible: up to here, integers are exact as floats."""
 
 MESSAGE_CHARS_MAX = 4_000
-"""Maximum characters of a backend's message that a caller gets. A choice: an engine may quote the whole
-request."""
+"""Maximum characters of a backend's message that are examined, and that a caller gets. A choice: an engine
+may quote the whole request, and to search a megabyte for what it says takes seconds."""
 
 _MESSAGE_BYTES_MAX = 6 * MESSAGE_CHARS_MAX
 """The same in bytes of JSON, where a character is up to six (`\\u0000`)."""
@@ -85,7 +85,7 @@ class BackendError:
     @property
     def public_message(self) -> str:
         """The backend's own words for the caller, without addresses and paths of the operator's machines."""
-        message = self.message[:MESSAGE_CHARS_MAX].encode(errors="replace").decode()  # no lone surrogate
+        message = self.message.encode(errors="replace").decode()  # no lone surrogate
         for pattern, words in _PRIVATE:
             message = pattern.sub(words, message)
         return message
@@ -120,7 +120,7 @@ def _beginning(body: bytes) -> str:
     """Return the beginning of the message in a truncated body: engines quote the whole input they reject."""
     found = _MESSAGE.match(body[:_MESSAGE_BYTES_MAX].decode(errors="ignore"))
     text = "" if found is None else str(json.loads(f'"{found[1]}"', strict=False))
-    return text.encode(errors="ignore").decode()  # the cut may have split a character
+    return _shortened(text.encode(errors="ignore").decode())  # the cut may have split a character
 
 
 def error_of(decoded: object) -> BackendError | None:
@@ -131,19 +131,23 @@ def error_of(decoded: object) -> BackendError | None:
     if error and isinstance(error, dict):
         param, code = error.get("param"), error.get("code")
         return BackendError(
-            message=str(error.get("message") or error),
+            message=_shortened(error.get("message") or error),
             code=code if isinstance(code, str) else "",
             param=param if isinstance(param, str) else None,
             status=code if isinstance(code, int) and code in _SAID_LATE else None,
         )
     if error:
-        return BackendError(str(error))
+        return BackendError(_shortened(error))
     if "detail" in decoded and "choices" not in decoded:
         detail = decoded["detail"]
-        return BackendError(detail if isinstance(detail, str) else json.dumps(detail))
+        return BackendError(_shortened(detail if isinstance(detail, str) else json.dumps(detail)))
     if decoded.get("object") == "error":
-        return BackendError(str(decoded.get("message") or "unknown error"))
+        return BackendError(_shortened(decoded.get("message") or "unknown error"))
     return None
+
+
+def _shortened(message: object) -> str:
+    return str(message)[:MESSAGE_CHARS_MAX]
 
 
 def verdict(status: int, error: BackendError) -> tuple[GatewayError, Outcome]:

@@ -1,10 +1,19 @@
 """The five shapes of an engine's errors, what each means, and whole answers."""
 
 import json
+from collections.abc import Callable
 
 import pytest
 
-from gateway.core.answers import TOKENS_MAX, read_answer, read_error, usage_of, verdict
+from gateway.core.answers import (
+    MESSAGE_CHARS_MAX,
+    TOKENS_MAX,
+    error_of,
+    read_answer,
+    read_error,
+    usage_of,
+    verdict,
+)
 from gateway.core.errors import BackendRejected, UpstreamBusy, UpstreamError, UpstreamFailed
 from gateway.core.health import Outcome
 from gateway.core.usage import Usage
@@ -71,6 +80,28 @@ def test_an_error_that_is_no_json_says_what_it_says_until_there(end: bytes) -> N
 
 def test_an_error_with_half_a_character_can_be_passed_on() -> None:
     assert read_error(b'{"error":{"message":"not \\ud83c"}}').public_message == "not ?"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param(lambda words: {"error": {"message": words}}, id="as-vllm"),
+        pytest.param(lambda words: {"error": {"message": [words]}}, id="nested"),
+        pytest.param(lambda words: {"error": {"type": words}}, id="typed"),
+        pytest.param(lambda words: {"error": words}, id="bare"),
+        pytest.param(lambda words: {"detail": words}, id="framework"),
+        pytest.param(lambda words: {"detail": [{"input": words}]}, id="framework-quoting"),
+        pytest.param(lambda words: {"object": "error", "message": words}, id="top-level"),
+    ],
+)
+def test_of_a_message_only_the_beginning_is_searched_however_long_it_is(
+    said: Callable[[str], object],
+) -> None:
+    error = error_of(said("EngineCore failed. " + "model " * 1_000_000))
+
+    assert error is not None
+    assert len(error.message) == MESSAGE_CHARS_MAX
+    assert error.is_crash
 
 
 def test_of_an_error_that_was_cut_no_more_is_read_than_is_shown() -> None:
