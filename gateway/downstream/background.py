@@ -85,6 +85,9 @@ EXPIRES_HEADER = "x-gateway-expires-s"
 _NEVER = 2**53
 """More chunks than any job has: integers are exact as floats up to here."""
 
+_SECRETS = frozenset({"key", "token", "secret", "password", "authorization", "credential", "credentials"})
+"""Last words of names of headers that hold credentials, such as `x-api-key` and `x-amz-security-token`."""
+
 _HEADERS_KEPT = 32
 _HEADER_CHARS_KEPT = 256
 """Maximum headers of a request that are kept with a job, and characters of each. A choice that bounds what
@@ -530,11 +533,13 @@ def job_headers(job: Job) -> Headers:
 
 
 def headers_kept(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers that are stored with a job: site-specific ones."""
+    """Return the headers that are stored with a job: site-specific ones, without credentials."""
     own = {
         name: value
         for name, value in headers.items()
-        if name.startswith("x-") and len(name) + len(value) <= _HEADER_CHARS_KEPT
+        if name.startswith("x-")
+        and len(name) + len(value) <= _HEADER_CHARS_KEPT
+        and name.rpartition("-")[2] not in _SECRETS
     }
     return dict(list(own.items())[:_HEADERS_KEPT])
 
