@@ -45,6 +45,7 @@ from gateway.core.swap_policy import (
     Plan,
     Residency,
     SwapRules,
+    due_since,
     plan,
     should_cancel,
 )
@@ -152,6 +153,7 @@ class Box:
         served_at: When it last had requests running.
         moved_at: When its batch was last empty, or seen to have started its oldest request.
         oldest_at: When the oldest request of its batch began to wait; `batch_at` if it is empty.
+        due_at: Since when a swap has been due since it came in, though put off; None if none is.
         quarantine: Backends that are not started any more.
         restarts: Times of unexpected restarts, per backend.
         known_restarts: Restarts of `backend`, by its id, that have been judged or were caused by the box.
@@ -176,6 +178,7 @@ class Box:
     served_at: float = 0.0
     moved_at: float = 0.0
     oldest_at: float = 0.0
+    due_at: float | None = None
     quarantine: Mapping[str, Quarantine] = field(default_factory=dict)
     restarts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     known_restarts: Mapping[str, int] = field(default_factory=dict)
@@ -340,6 +343,7 @@ def _residency(box: Box, wants: Mapping[str, Backlog]) -> Residency:
         frozenset(box.quarantine),
         box.served_at,
         box.moved_at,
+        box.due_at,
     )
 
 
@@ -475,7 +479,7 @@ def _resident(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
         return _order(_enter(box, State.UNKNOWN, now, why), Task.INSPECT)
     if look.in_flight.get(name) or look.wants.get(name, Backlog()).count:
         box = replace(box, busy_at=now)
-    box = _noticed(box, look, now)
+    box = _noticed(box, look, now, rules)
     planned = plan(rules.swaps, _residency(box, look.wants), now)
     if not planned.is_due(now):
         return box, ()
@@ -499,8 +503,9 @@ def _begun(box: Box, now: float) -> Box:
     return replace(box, batch_at=now, moved_at=now, oldest_at=now)
 
 
-def _noticed(box: Box, look: Observation, now: float) -> Box:
-    """Return the box knowing whether anything runs, and whether its batch has moved."""
+def _noticed(box: Box, look: Observation, now: float, rules: BoxRules) -> Box:
+    """Return the box knowing whether anything runs, a swap is due, and whether its batch has moved."""
+    box = replace(box, due_at=due_since(rules.swaps, _residency(box, look.wants), now))
     oldest_at = look.wants.get(box.backend, Backlog()).oldest_at
     if oldest_at is None or oldest_at > box.batch_at:
         box = replace(box, moved_at=now, oldest_at=box.batch_at)
@@ -512,7 +517,7 @@ def _noticed(box: Box, look: Observation, now: float) -> Box:
 
 
 def _draining(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
-    name, box = box.backend, _noticed(box, look, now)
+    name, box = box.backend, _noticed(box, look, now, rules)
     is_sound = name not in look.lost and name not in box.quarantine
     under_way = Plan(box.cause, box.target, box.since)
     if is_sound and should_cancel(rules.swaps, _residency(box, look.wants), under_way, now):
@@ -586,7 +591,7 @@ def _task_ended(box: Box, failure: str, now: float, rules: BoxRules) -> Step:
             return _quarantined(box, f"canary failed: {failure}", now, rules)
         case State.CHECKING:
             trusted = {name: held for name, held in box.quarantine.items() if name != box.backend}
-            box = replace(box, quarantine=trusted, resident_since=now, busy_at=now)
+            box = replace(box, quarantine=trusted, resident_since=now, busy_at=now, due_at=None)
             return _enter(_begun(box, now), State.RESIDENT, now, "answers correctly"), ()
     return box, ()
 

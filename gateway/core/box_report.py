@@ -13,12 +13,9 @@ from gateway.core.box import Box, Quarantine, State
 from gateway.core.swap_policy import Backlog, Cause
 
 _TIMES = ("since", "resident_since", "batch_at", "busy_at", "served_at", "moved_at", "oldest_at")
+_MAPPED = frozenset({"state", "cause", "quarantine", "restarts", "boot_s", "pending", "due_at"})
 _OWN = frozenset({"known_restarts", "retry_at"})  # private to the process that counted or ordered
-_PLAIN = tuple(
-    one.name
-    for one in fields(Box)
-    if one.name not in {*_TIMES, *_OWN, "state", "cause", "quarantine", "restarts", "boot_s", "pending"}
-)
+_PLAIN = tuple(one.name for one in fields(Box) if one.name not in {*_TIMES, *_MAPPED, *_OWN})
 
 
 def written(box: Box, now: float) -> str:
@@ -29,6 +26,7 @@ def written(box: Box, now: float) -> str:
         "state": box.state.value,
         "cause": box.cause.value,
         "pending": list(box.pending),
+        "due_at": _age(box.due_at, now),
         "quarantine": {
             name: [held.reason, round(now - held.at, 3), held.gone] for name, held in box.quarantine.items()
         },
@@ -49,6 +47,7 @@ def read(text: str, now: float) -> Box | None:
             state=State(report["state"]),
             cause=Cause(report["cause"]),
             pending=tuple(report["pending"]),
+            due_at=_at(report.get("due_at"), now),
             quarantine={
                 name: Quarantine(str(reason), now - float(age), bool(gone))
                 for name, (reason, age, gone) in report["quarantine"].items()

@@ -7,12 +7,15 @@ gate prevents that: all requests that were queued when a model came in are start
 considered. If some of them appear only later (a job whose backend died, or that was moving between two
 gateways), they cancel a swap that is still draining. The gate does not hold for a model that starts none of
 them for as long as the other model's requests wait for a swap: its engine hangs, nobody works its jobs off,
-or newer requests of a higher priority take every slot.
+or newer requests of a higher priority take every slot. Nor does it hold once a swap has been due for twice
+that time, because a batch may be hundreds of jobs.
 
 While a box drains, no request starts, and one long answer may keep the rest of the machine idle for half an
 hour. Cancelling the swap is then the fastest way to serve requests for the model that is still in, because it
 is a swap back at no cost. So the trigger that would bring that model back in cancels the swap instead, but
 only until the oldest request for the other model has waited twice its time, so that neither model starves.
+Those who give up are never old, so this is not counted by the requests alone: the box remembers since when a
+swap has been due.
 docs/boxes.md has the figures.
 """
 
@@ -20,9 +23,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-CALL_OFF_UNTIL = 2.0
-"""No cancellation once the oldest request for the other model has waited this many times its `wait_s`. A
-choice: fewer swaps against how long they may be put off (docs/boxes.md)."""
+PUT_OFF_WAITS = 2.0
+"""No cancellation once the oldest request for the other model has waited this many times its `wait_s`, and
+neither cancellation nor gate once a swap has been due for so long. A choice: fewer swaps against how long
+they may be put off (docs/boxes.md)."""
+
+GATE_LEAST_S = 1_200.0
+"""The gate may always hold for this long. A choice: four boots (docs/boxes.md), so that where
+`wait_s` is short, swaps take a fifth of the time at most."""
 
 STUCK_S = 60.0
 """A model that has work counts as stuck only after starting none of it for at least this long. A choice:
@@ -99,6 +107,7 @@ class Residency:
         idle_since: When it was last seen with running or waiting requests.
         served_at: When it was last seen with running requests.
         moved_at: When its batch was last seen to be empty, or to have started its oldest request.
+        due_at: Since when a swap has been due, whatever put it off; None if none is.
         wants: Waiting requests per backend.
         barred: Backends that must not be started.
     """
@@ -111,6 +120,7 @@ class Residency:
     barred: frozenset[str] = frozenset()
     served_at: float = 0.0
     moved_at: float = 0.0
+    due_at: float | None = None
 
     @property
     def batch_is_served(self) -> bool:
@@ -131,6 +141,12 @@ class Residency:
             return False
         started_at = self.wants[self.backend].started_at
         return started_at is not None and started_at > self.moved_at
+
+    def has_gate(self, wait_s: float, now: float) -> bool:
+        """Return whether its batch goes first, though a request for the other model waits."""
+        if self.batch_is_served or self.is_stuck(wait_s, now):
+            return False
+        return self.due_at is None or now - self.due_at < max(PUT_OFF_WAITS * wait_s, GATE_LEAST_S)
 
 
 class Cause(StrEnum):
@@ -179,9 +195,22 @@ def plan(rules: SwapRules, here: Residency, now: float) -> Plan:
         return _going_home(rules, here)
     # If several are due, the one that has been due the longest.
     at, _, target, cause = min(wishes)
-    if not here.batch_is_served and not here.is_stuck(rules.triggers[target].wait_s, now):
+    if here.has_gate(rules.triggers[target].wait_s, now):
         return Plan(cause, target, None, held_by_batch=True)
     return Plan(cause, target, max(at, here.since + rules.residency_s))
+
+
+def due_since(rules: SwapRules, here: Residency, now: float) -> float | None:
+    """Return since when a swap has been due: until nobody waits for another model, or one comes in."""
+    others = {
+        name: wants for name, wants in here.wants.items() if name != here.backend and name not in here.barred
+    }
+    if here.due_at is not None and any(wants.count for wants in others.values()):
+        return here.due_at
+    is_due = any(
+        trigger.is_met(others[name], now) for name, trigger in rules.triggers.items() if name in others
+    )
+    return now if is_due else None
 
 
 def should_cancel(rules: SwapRules, here: Residency, planned: Plan, now: float) -> bool:
@@ -192,7 +221,9 @@ def should_cancel(rules: SwapRules, here: Residency, planned: Plan, now: float) 
         return planned.cause is not Cause.IDLE or own.count > 0
     if here.is_stuck(rules.triggers[planned.target].wait_s, now):
         return False
-    last_at = other.oldest_at + CALL_OFF_UNTIL * rules.triggers[planned.target].wait_s
+    # Those for whom it became due may have given up since.
+    since = other.oldest_at if here.due_at is None else min(other.oldest_at, here.due_at)
+    last_at = since + PUT_OFF_WAITS * rules.triggers[planned.target].wait_s
     is_wanted = rules.triggers[here.backend].is_met(own, now) or not here.batch_is_served
     return now < last_at and is_wanted
 

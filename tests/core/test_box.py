@@ -231,6 +231,37 @@ def test_a_job_of_the_batch_that_turns_up_late_calls_the_swap_off() -> None:
     assert box.look(1, wants=of_the_batch, in_flight={"gemma": 1}).at == (State.RESIDENT, "gemma", "")
 
 
+@pytest.mark.parametrize("gives_up_s", [610.0, 900.0, 1100.0, 5000.0])
+def test_a_steady_queue_here_does_not_keep_those_out_who_give_up(gives_up_s: float) -> None:
+    """Each request for the other model leaves before the swap has been put off for as long as may be."""
+    box, began_at = gemma_resident(), 1000.0
+    while box.now < began_at + 20_000 and not (box.ordered and box.ordered[0] == (Task.STOP, "gemma")):
+        oldest_at = max(began_at, box.now - gives_up_s)
+        wants = {"qwen": Backlog(1, oldest_at), "gemma": Backlog(6, box.now - 200)}
+        is_drained = box.box.state is State.DRAINING and box.now - box.box.since >= 400
+        box.look(20, wants=wants, in_flight={} if is_drained else {"gemma": 4})
+    # 600 s until it is due, twice that for what waits here, and at last the answers that run.
+    assert box.now - began_at <= 600 + 2 * 600 + 400 + 2 * 20
+
+
+def test_a_batch_of_hours_does_not_keep_the_other_model_out() -> None:
+    box = gemma_resident(batch_at=1000.0, moved_at=1000.0, oldest_at=0.0)
+    while box.now < 20_000 and box.at[0] is State.RESIDENT:
+        oldest_at = (box.now - 1000) / 100  # of jobs that were submitted one a second, it starts one in 100 s
+        wants = {"qwen": Backlog(1, box.now - 500), "gemma": Backlog(150, oldest_at)}
+        if box.now > 1600:
+            wants["qwen"] = Backlog(1, box.now - 600)
+        box.look(10, wants=wants, in_flight={"gemma": 4})
+    assert box.at == (State.DRAINING, "gemma", "qwen")
+    assert 2_800 <= box.now <= 2_830  # due at 1,610 s
+
+
+def test_who_has_come_in_has_all_the_time_for_its_batch() -> None:
+    box = gemma_resident(due_at=10.0, batch_at=10.0).look(wants=QWEN_WANTED).look(1, wants=QWEN_WANTED)
+    box.done().done().look(300, ready=frozenset({"qwen"})).done()
+    assert (box.at, box.box.due_at) == ((State.RESIDENT, "qwen", ""), None)
+
+
 def test_an_idle_box_goes_home_unless_somebody_comes() -> None:
     qwen = replace(gemma_resident().box, backend="qwen", known_restarts={"qwen": 0})
     box = Script(qwen, replace(RULES, settle_s=4.0)).look(1799)

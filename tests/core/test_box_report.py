@@ -23,6 +23,7 @@ BOX = Box(
     served_at=970.0,
     moved_at=960.0,
     oldest_at=90.0,
+    due_at=950.0,
     quarantine={"phi": Quarantine("canary failed: its answer is empty", 600.0, gone=True)},
     restarts={"gemma": (500.0,)},
     boot_s={"gemma": 301.5},
@@ -43,6 +44,7 @@ def test_a_box_is_read_as_it_was_written_by_a_clock_of_ones_own() -> None:
         served_at=later(970.0),
         moved_at=later(960.0),
         oldest_at=later(90.0),
+        due_at=later(950.0),
         quarantine={"phi": replace(BOX.quarantine["phi"], at=later(600.0))},
         restarts={"gemma": (later(500.0),)},
     )

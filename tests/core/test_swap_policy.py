@@ -9,6 +9,7 @@ from gateway.core.swap_policy import (
     Residency,
     SwapRules,
     Trigger,
+    due_since,
     plan,
     should_cancel,
 )
@@ -140,6 +141,67 @@ def test_a_model_that_has_come_in_has_a_minute_at_least(since_s: float, is_stuck
     rules = SwapRules("gemma", {"gemma": Trigger(), "qwen": Trigger(1, 5.0)}, residency_s=0.0)
     here = Residency("gemma", NOW - since_s, NOW - since_s, NOW, wants, moved_at=NOW - since_s)
     assert plan(rules, here, NOW).held_by_batch is not is_stuck
+
+
+@pytest.mark.parametrize(
+    ("due_s", "jobs", "wait_s", "is_held"),
+    [
+        pytest.param(None, 99, 900.0, True, id="none-is-due"),
+        pytest.param(1_799, 1, 900.0, True, id="twice-that-wait-is-not-over"),
+        pytest.param(1_800, 1, 900.0, False, id="twice-that-wait-is-over"),
+        pytest.param(1_199, 1, 0.0, True, id="on-demand-it-has-twenty-minutes"),
+        pytest.param(1_200, 1, 0.0, False, id="on-demand-no-longer"),
+    ],
+)
+def test_a_long_batch_holds_a_swap_that_is_due_for_so_long(
+    due_s: float | None, jobs: int, wait_s: float, is_held: bool
+) -> None:
+    """Its jobs start one after another, for hours."""
+    wants = {"gemma": Backlog(150, NOW - 5_000, NOW - 1), "qwen": Backlog(1, NOW - 950)}
+    rules = SwapRules("gemma", {"gemma": Trigger(), "qwen": Trigger(jobs, wait_s)})
+    here = Residency(
+        "gemma",
+        NOW - 4_000,
+        NOW - 4_000,
+        NOW,
+        wants,
+        served_at=NOW,
+        moved_at=NOW - 1,
+        due_at=None if due_s is None else NOW - due_s,
+    )
+    planned = plan(rules, here, NOW)
+    assert (planned.held_by_batch, planned.is_due(NOW)) == (is_held, not is_held)
+
+
+@pytest.mark.parametrize(
+    ("due_at", "wants", "expected"),
+    [
+        pytest.param(None, {}, None, id="nobody-waits"),
+        pytest.param(None, {"gemma": Backlog(9, NOW - 5_000)}, None, id="only-here"),
+        pytest.param(None, {"qwen": Backlog(5, NOW - 599)}, None, id="too-few-yet"),
+        pytest.param(None, {"qwen": Backlog(6, NOW - 1)}, NOW, id="enough-wait"),
+        pytest.param(None, {"qwen": Backlog(1, NOW - 600)}, NOW, id="one-has-waited-long-enough"),
+        pytest.param(None, {"phi": Backlog(9, NOW - 900)}, None, id="it-is-in-quarantine"),
+        pytest.param(NOW - 70, {"qwen": Backlog(9, NOW - 900)}, NOW - 70, id="still"),
+        pytest.param(NOW - 70, {"qwen": Backlog(1, NOW - 1)}, NOW - 70, id="the-others-have-given-up"),
+        pytest.param(NOW - 70, {"gemma": Backlog(9, NOW)}, None, id="all-have-given-up"),
+    ],
+)
+def test_since_when_a_swap_is_due(
+    due_at: float | None, wants: Mapping[str, Backlog], expected: float | None
+) -> None:
+    here = Residency("gemma", 0, 0, NOW, wants, frozenset({"phi"}), due_at=due_at)
+    assert due_since(RULES, here, NOW) == expected
+
+
+@pytest.mark.parametrize(("due_s", "expected"), [(1_199, True), (1_200, False)])
+def test_a_swap_is_called_off_no_longer_than_that_though_those_who_wait_for_it_give_up(
+    due_s: float, expected: bool
+) -> None:
+    """So the oldest request for the other model never gets old."""
+    wants = {"qwen": Backlog(6, NOW - 500), "gemma": Backlog(4, NOW)}
+    here = Residency("gemma", 0, 0, NOW, wants, served_at=NOW, due_at=NOW - due_s)
+    assert should_cancel(RULES, here, Plan(Cause.JOBS, "qwen", NOW), NOW) is expected
 
 
 def test_a_plan_is_due_at_its_time_and_not_while_the_batch_holds_it() -> None:
