@@ -153,7 +153,7 @@ class Box:
         served_at: When it last had requests running.
         moved_at: When its batch was last empty, or seen to have started its oldest request.
         oldest_at: When the oldest request of its batch began to wait; `batch_at` if it is empty.
-        due_at: Since when a swap has been due since it came in, though put off; None if none is.
+        due_at: When a swap was first due since it came in, though put off; None if none was.
         quarantine: Backends that are not started any more.
         restarts: Times of unexpected restarts, per backend.
         known_restarts: Restarts of `backend`, by its id, that have been judged or were caused by the box.

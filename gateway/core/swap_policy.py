@@ -107,7 +107,7 @@ class Residency:
         idle_since: When it was last seen with running or waiting requests.
         served_at: When it was last seen with running requests.
         moved_at: When its batch was last seen to be empty, or to have started its oldest request.
-        due_at: Since when a swap has been due, whatever put it off; None if none is.
+        due_at: When a swap was first due since then, whatever put it off; None if none was.
         wants: Waiting requests per backend.
         barred: Backends that must not be started.
     """
@@ -201,14 +201,13 @@ def plan(rules: SwapRules, here: Residency, now: float) -> Plan:
 
 
 def due_since(rules: SwapRules, here: Residency, now: float) -> float | None:
-    """Return since when a swap has been due: until nobody waits for another model, or one comes in."""
-    others = {
-        name: wants for name, wants in here.wants.items() if name != here.backend and name not in here.barred
-    }
-    if here.due_at is not None and any(wants.count for wants in others.values()):
+    """Return when a swap was first due since the model came in, even if all who waited for it gave up."""
+    if here.due_at is not None:
         return here.due_at
     is_due = any(
-        trigger.is_met(others[name], now) for name, trigger in rules.triggers.items() if name in others
+        trigger.is_met(here.wants.get(name, Backlog()), now)
+        for name, trigger in rules.triggers.items()
+        if name != here.backend and name not in here.barred
     )
     return now if is_due else None
 

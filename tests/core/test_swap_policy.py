@@ -184,10 +184,10 @@ def test_a_long_batch_holds_a_swap_that_is_due_for_so_long(
         pytest.param(None, {"phi": Backlog(9, NOW - 900)}, None, id="it-is-in-quarantine"),
         pytest.param(NOW - 70, {"qwen": Backlog(9, NOW - 900)}, NOW - 70, id="still"),
         pytest.param(NOW - 70, {"qwen": Backlog(1, NOW - 1)}, NOW - 70, id="the-others-have-given-up"),
-        pytest.param(NOW - 70, {"gemma": Backlog(9, NOW)}, None, id="all-have-given-up"),
+        pytest.param(NOW - 70, {"gemma": Backlog(9, NOW)}, NOW - 70, id="all-have-given-up"),
     ],
 )
-def test_since_when_a_swap_is_due(
+def test_since_when_a_swap_is_due_though_those_who_wait_give_up(
     due_at: float | None, wants: Mapping[str, Backlog], expected: float | None
 ) -> None:
     here = Residency("gemma", 0, 0, NOW, wants, frozenset({"phi"}), due_at=due_at)
