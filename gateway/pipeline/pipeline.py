@@ -577,7 +577,8 @@ class Pipeline:
 
     async def _try(self, context: RequestContext, ticket: Ticket, candidate: Candidate, slot: Slot) -> None:
         """Run one attempt in a slot, and report how it ended. Raises as `Attempt.run`."""
-        backend = context.policy.backends[candidate.backend]
+        # As it is configured now: what waits under a former policy goes to where the backend has moved.
+        backend = self._backends.get(candidate.backend) or context.policy.backends[candidate.backend]
         status = self._fleet.statuses().get(backend.id, _UNKNOWN)
         served = served_name(backend.model, status) or context.incoming.request.model
 

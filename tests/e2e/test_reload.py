@@ -199,6 +199,36 @@ async def test_whoever_waits_is_decided_anew(gateway: Site) -> None:
     assert sorted(backends) == ["light-0", "light-1", "light-1"]
 
 
+async def test_whoever_waits_under_a_former_configuration_is_served_where_a_backend_is_now(
+    gateway: Site,
+) -> None:
+    """Requests whose alias is gone wait on, and nothing is held against the server at the new URL."""
+    before = without(written(gateway), "light-1", "light-2")
+    before["backends"]["light-0"]["limits"] = {"knee_seqs": 1}
+    before["models"]["gemma-4"]["aliases"] = ["gemma"]
+    assert (await put(gateway, before)).status_code == 200
+    client = gateway.openai(timeout=60, max_retries=0)
+    backends: list[str] = []
+
+    async def ask(model: str) -> None:
+        raw = await client.chat.completions.with_raw_response.create(**ASK | {"model": model}, max_tokens=100)
+        backends.append(raw.headers["x-gateway-backend"])
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask, "gemma-4")
+        await gateway.eventually(lambda: gateway.gateway.ledger.load("light-0").seqs == 1)
+        for _ in range(3):
+            tasks.start_soon(ask, "gemma")
+        await gateway.eventually(lambda: len(gateway.gateway.pipeline.room.line) == 3)
+        moved = before["backends"]["light-0"] | {"url": gateway.backends["light-1"].url}
+        models = {"gemma-4": {"classes": before["models"]["gemma-4"]["classes"]}}
+        answer = await put(gateway, before | {"backends": {"light-0": moved}, "models": models})
+        assert answer.status_code == 200, answer.text
+    assert backends == ["light-0"] * 4
+    status = gateway.gateway.fleet.statuses()["light-0"]
+    assert (status.state, status.last_error) == (State.UP, "")
+
+
 async def test_keys_change_at_once(gateway: Site) -> None:
     of_a = "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"  # of "a"
     await put(gateway, written(gateway) | {"keys": {"a": {"sha256": of_a}}})
