@@ -13,7 +13,7 @@ life.
 import json
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
@@ -142,10 +142,13 @@ async def serve(
             0, workers, str(settings.path), settings.source.decode(), log_level, listen.fileno(), None
         )
 
-        def announce(admin_urls: tuple[str, ...]) -> None:
-            ready(Serving(url_of(listen), workers, admin_urls))
+        url_here = url_of(listen)
 
-        group = WorkerGroup(_end_s(settings), announce)
+        def announce(admin_urls: tuple[str, ...]) -> None:
+            ready(Serving(url_here, workers, admin_urls))
+
+        # A connection that nobody will accept is to be refused, as soon as the last worker has let go, too.
+        group = WorkerGroup(_end_s(settings), announce, on_last_started=listen.close)
         async with tasks_beside(ConfigError) as tasks:
             if settings.store is None:
                 url = await start_store(tasks, settings.jobs_folder, signals)
@@ -168,12 +171,23 @@ class WorkerGroup:
         command: The command line of a worker, without its number.
     """
 
-    def __init__(self, end_s: float, ready: Callable[[tuple[str, ...]], None]) -> None:
+    def __init__(
+        self,
+        end_s: float,
+        ready: Callable[[tuple[str, ...]], None],
+        *,
+        on_last_started: Callable[[], None] = lambda: None,
+    ) -> None:
         """Call `ready` once, with the workers' URLs for operators, when all of them accept connections.
 
-        `end_s`: how long each may take to exit by itself.
+        Args:
+            end_s: How long each may take to exit by itself.
+            ready: See above.
+            on_last_started: Called during a stop, perhaps twice, once no further worker will be started.
         """
         self.end_s = end_s
+        self._on_last_started = on_last_started
+        self._starting = 0
         self.ended_well = True
         self.command = interpreters.command("gateway.worker")
         self._ready = ready
@@ -215,7 +229,12 @@ class WorkerGroup:
         """Make all workers drain; the second time, exit at once. Returns when all can have heard it."""
         self._stops += 1
         self._stopping.set()
+        self._let_go()
         await self._tell_all(STOP)
+
+    def _let_go(self) -> None:
+        if self._stopping.is_set() and not self._starting:
+            self._on_last_started()
 
     def kill(self) -> None:
         """Kill all workers that have not stopped."""
@@ -259,11 +278,19 @@ class WorkerGroup:
                 with anyio.move_on_after(pause_s):
                     await self._stopping.wait()
 
+    async def _started(self, command: Sequence[str], listen_fd: int) -> Process:
+        self._starting += 1
+        try:
+            return await interpreters.start(command, pass_fds=(listen_fd,))
+        finally:
+            self._starting -= 1
+            self._let_go()
+
     async def _live(self, order: Order) -> tuple[int, ConfigError | None]:
         """Run one worker to its end. Return its exit status, and the error in its configuration, if any."""
         said = None
         command = [*self.command, str(order.number)]
-        async with await interpreters.start(command, pass_fds=(order.listen_fd,)) as process:
+        async with await self._started(command, order.listen_fd) as process:
             self._processes[order.number] = process
             try:
                 order = replace(order, changed=self._source)

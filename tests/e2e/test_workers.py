@@ -362,6 +362,15 @@ def to_everyone(pid: int) -> None:
         os.kill(one, signal.SIGTERM)
 
 
+def listens(pid: int, url: str) -> bool:
+    """Return whether a process has the listening socket of `url` open (Linux only)."""
+    port = f":{httpx.URL(url).port:04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    sockets = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(port) and row[3] == "0A"}
+    assert sockets
+    return any(os.readlink(one) in sockets for one in Path(f"/proc/{pid}/fd").iterdir())
+
+
 @pytest.mark.parametrize("gateway", [REAL], indirect=True)
 @pytest.mark.parametrize("stop", [to_the_parent, to_the_group, to_everyone])
 async def test_a_signal_drains_every_worker(gateway: Gateway, stop: Callable[[int], None]) -> None:
@@ -377,6 +386,8 @@ async def test_a_signal_drains_every_worker(gateway: Gateway, stop: Callable[[in
             await gateway.process.wait_for(rf'"worker": {number}, "event": "draining", "in_flight": 1')
         async with httpx.AsyncClient(trust_env=False) as http:
             assert (await http.get(f"{gateway.url}/readyz")).status_code == 503
+        # When the last worker lets go of the port, a connection is refused: nobody else keeps it waiting.
+        assert not listens(pid, gateway.url)
         assert [await finish(chunks) for chunks in streams] == ["length", "length"]
 
     assert await gateway.process.end() == 0
