@@ -22,7 +22,16 @@ from gateway.simulator.refusals import (
     too_many_tokens,
     unknown_model,
 )
+from gateway.simulator.sampling import Sampling, check_asked, check_tokens, read_sampling
 from gateway.simulator.script import ChoiceRequest, Script, ToolCall, as_content, sample_json, write
+from gateway.simulator.shapes import (
+    check_parts,
+    check_response_format,
+    check_tool_use,
+    note_effort,
+    note_response_format,
+    note_tools,
+)
 from gateway.simulator.template import IMAGE_TOKENS, Rendered, of_ids, raw, render
 
 CHARS_PER_TOKEN_MAX = 31
@@ -30,9 +39,6 @@ CHARS_PER_TOKEN_MAX = 31
 
 _COMPLETION_TOKENS = 16
 """Default output of /v1/completions: vLLM's, and OpenAI's."""
-
-_LOGPROBS_MAX = 20
-"""vLLM's default of `--max-logprobs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +94,6 @@ class Call:
     def prompt_of(self, choice: int) -> int:
         """Return the index of a choice's prompt."""
         return choice // self.choices_per_prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Sampling parameters that matter to the simulation or to validation."""
-
-    choices: int
-    temperature: float | None
-    top_p: float | None
-    top_logprobs: int | None
-    seed: int | None
-    truncate: int | None
-    min_tokens: int
-    ignore_eos: bool
-    stops: tuple[str, ...]
-    keep_stop: bool
-    skip_special: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,24 +188,34 @@ def read_chat(data: dict[str, Any], options: SimulatorOptions) -> ParsedCall:
     Raises:
         Refusal: it is invalid, or asks for something impossible.
     """
+    check_response_format(data)
+    check_asked(data)
+    check_tool_use(data)
     members = Members(data)
     messages = members.array("messages", required=True)
     _check_messages(members, messages)
     tools = members.array("tools")
+    note_tools(members, tools)
+    note_response_format(members)
+    for name in ("model", "user"):
+        members.text(name)
+    members.boolean("parallel_tool_calls")
     kwargs = members.object("chat_template_kwargs")
     thinking = _is_thinking(members, kwargs, options)
     continue_final = members.boolean("continue_final_message")
     generation_prompt = members.boolean("add_generation_prompt", True)
     delivery = _delivery(members, is_chat=True)
-    sampling = _sampling(members)
+    sampling = read_sampling(members)
     limit = members.integer("max_completion_tokens")
     fallback = members.integer("max_tokens")
     budget = members.object("mm_processor_kwargs").get("max_soft_tokens")
     members.finish()
     _check_model(data, options)
     _check_stream_options(data, delivery)
+    check_parts(messages)
     max_tokens = limit if limit is not None else fallback
-    _check_sampling(sampling, max_tokens, options)
+    sampling.check(max_tokens, options.profile.capacity.context_tokens)
+    check_tokens(data)
     if not messages:
         raise bad_request(
             "Cannot apply chat template to an empty conversation. Provide at least one message."
@@ -258,12 +257,13 @@ def read_completion(data: dict[str, Any], options: SimulatorOptions) -> ParsedCa
     """Parse the body of /v1/completions. Raises as `read_chat`."""
     members = Members(data)
     delivery = _delivery(members, is_chat=False)
-    sampling = _sampling(members)
+    sampling = read_sampling(members)
     max_tokens = members.integer("max_tokens")
     members.finish()
     _check_model(data, options)
     _check_stream_options(data, delivery)
-    _check_sampling(sampling, max_tokens, options)
+    sampling.check(max_tokens, options.profile.capacity.context_tokens)
+    check_tokens(data)
     if max_tokens is None:
         max_tokens = _COMPLETION_TOKENS
     prompts = _prompts(data.get("prompt"))
@@ -273,25 +273,6 @@ def read_completion(data: dict[str, Any], options: SimulatorOptions) -> ParsedCa
 
 
 # ------------------------------------------------------------------ common to both
-
-
-def _sampling(members: Members) -> Sampling:
-    stop = members.data.get("stop")
-    stops = (stop,) if isinstance(stop, str) else tuple(one for one in stop or () if isinstance(one, str))
-    choices = members.integer("n")
-    return Sampling(
-        choices=1 if choices is None else choices,
-        temperature=members.number("temperature"),
-        top_p=members.number("top_p"),
-        top_logprobs=members.integer("top_logprobs"),
-        seed=members.integer("seed"),
-        truncate=most if (most := members.integer("truncate_prompt_tokens")) and most > 0 else None,
-        min_tokens=members.integer("min_tokens") or 0,
-        ignore_eos=members.boolean("ignore_eos"),
-        stops=stops,
-        keep_stop=members.boolean("include_stop_str_in_output"),
-        skip_special=members.boolean("skip_special_tokens", True),
-    )
 
 
 def _delivery(members: Members, *, is_chat: bool) -> Delivery:
@@ -325,37 +306,11 @@ def _check_stream_options(data: Mapping[str, Any], delivery: Delivery) -> None:
         raise bad_request("Stream options can only be defined when `stream=True`.", "stream_options")
 
 
-def _check_sampling(sampling: Sampling, max_tokens: int | None, options: SimulatorOptions) -> None:
-    window = options.profile.capacity.context_tokens
-    if max_tokens is not None and max_tokens < 1:
-        raise bad_request(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens", max_tokens)
-    if max_tokens is not None and max_tokens > window:
-        raise bad_request(
-            f"max_tokens={max_tokens} cannot be greater than max_model_len={window}. "
-            "Please request fewer output tokens.",
-            "max_tokens",
-            max_tokens,
-        )
-    if sampling.choices < 1:
-        raise bad_request(f"n must be at least 1, got {sampling.choices}.")
-    if sampling.temperature is not None and sampling.temperature < 0:
-        text = f"temperature must be non-negative, got {sampling.temperature}."
-        raise bad_request(text, "temperature", sampling.temperature)
-    if sampling.top_p is not None and not 0 < sampling.top_p <= 1:
-        raise bad_request(f"top_p must be in (0, 1], got {sampling.top_p}.", "top_p", sampling.top_p)
-    if sampling.top_logprobs is not None and sampling.top_logprobs > _LOGPROBS_MAX:
-        text = (
-            f"Requested sample logprobs of {sampling.top_logprobs}, "
-            f"which is greater than max allowed: {_LOGPROBS_MAX}"
-        )
-        raise bad_request(text, "logprobs", sampling.top_logprobs)
-
-
 # ------------------------------------------------------------------ chat
 
 
 def _is_thinking(members: Members, kwargs: Mapping[str, Any], options: SimulatorOptions) -> bool:
-    effort = members.text("reasoning_effort")
+    effort = note_effort(members)
     asked = kwargs.get("enable_thinking")
     if asked is None and effort is None:
         return Quirk.THINKS_UNASKED in options.quirks
@@ -418,8 +373,6 @@ def _tool_calls(
     called = _called_in_this_turn(messages)
     if isinstance(choice, Mapping) and isinstance(choice.get("function"), Mapping):
         names = [str(choice["function"].get("name"))]
-        if names[0] not in functions:
-            raise bad_request(f"Tool '{names[0]}' has not been passed in `tools`.")
     elif choice == "required":
         names = ([known for known in functions if known not in called] or list(functions)[-1:])[:1]
     if names:
@@ -481,11 +434,7 @@ def _json_text(data: Mapping[str, Any]) -> str | None:
         return sample_json({"type": "object", "properties": {"answer": {"type": "string"}}})
     if wanted.get("type") != "json_schema":
         return None
-    schema = wanted.get("json_schema")
-    if not isinstance(schema, Mapping):
-        text = "When response_format type is 'json_schema', the 'json_schema' field must be provided."
-        raise bad_request(text, "response_format")
-    return sample_json(schema.get("schema") or {})
+    return sample_json(wanted["json_schema"].get("schema") or {})
 
 
 # ------------------------------------------------------------------ completions

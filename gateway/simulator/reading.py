@@ -5,7 +5,8 @@ read is collected, so that one answer names every problem.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import inf
 from typing import Any, TypeVar
 
 from gateway.simulator.refusals import FieldProblem, detail, malformed
@@ -53,13 +54,27 @@ class Members:
         if self._problems:
             raise malformed(self._problems)
 
-    def problem(self, kind: str, location: str, message: str, value: object) -> None:
+    def problem(
+        self,
+        kind: str,
+        location: str,
+        message: str,
+        value: object,
+        context: Mapping[str, object] | None = None,
+    ) -> None:
         """Note a problem."""
-        self._problems.append(FieldProblem(kind, location, message, value))
+        self._problems.append(FieldProblem(kind, location, message, value, context))
 
-    def integer(self, name: str) -> int | None:
-        """Return a whole number, or None when absent or unreadable."""
-        return self._read(name, _integer)
+    def integer(self, name: str, least: float = -inf, most: float = inf) -> int | None:
+        """Return a whole number from `least` to `most`, or None when absent or unreadable."""
+        value = self._read(name, _integer)
+        if value is not None and value > most:
+            text = f"Input should be less than or equal to {most}"
+            self.problem("less_than_equal", f"body.{name}", text, value, {"le": most})
+        elif value is not None and value < least:
+            text = f"Input should be greater than or equal to {least}"
+            self.problem("greater_than_equal", f"body.{name}", text, value, {"ge": least})
+        return value
 
     def number(self, name: str) -> float | None:
         """Return a number, or None when absent or unreadable."""
@@ -73,6 +88,14 @@ class Members:
     def text(self, name: str) -> str | None:
         """Return a string, or None when absent or unreadable."""
         return self._read(name, _text)
+
+    def allow(self, location: str, value: object, *allowed: str) -> None:
+        """Note a problem unless a value is one of the allowed strings."""
+        if value not in allowed:
+            *others, last = [f"'{one}'" for one in allowed]
+            expected = f"{', '.join(others)} or {last}" if others else last
+            text = f"Input should be {expected}"
+            self.problem("literal_error", location, text, value, {"expected": expected})
 
     def object(self, name: str) -> dict[str, Any]:
         """Return an object, empty when absent or unreadable."""

@@ -1,7 +1,7 @@
 """The ways vLLM says no, in its own shapes and words."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 MESSAGE_BUSY = (
     "The engine is currently busy and cannot accept new requests. "
@@ -24,7 +24,12 @@ class FieldProblem(Exception):
     """One member of a request that has the wrong type. `Refusal`s are made of these."""
 
     def __init__(
-        self, kind: str, location: str, message: str, value: object, context: dict[str, str] | None = None
+        self,
+        kind: str,
+        location: str,
+        message: str,
+        value: object,
+        context: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(location, message)
         self.location = location

@@ -198,7 +198,7 @@ REFUSALS = [
     ),
     pytest.param({"n": 0}, 400, "n must be at least 1, got 0.", None, id="n-zero"),
     pytest.param(
-        {"top_logprobs": 50}, 400,
+        {"logprobs": True, "top_logprobs": 50}, 400,
         "Requested sample logprobs of 50, which is greater than max allowed: 20 "
         "(parameter=logprobs, value=50)", "logprobs", id="logprobs",
     ),
