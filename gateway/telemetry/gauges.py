@@ -166,15 +166,17 @@ def _queues(
     waiting = GaugeMetricFamily(
         "gateway_waiting", "Requests waiting for a slot.", labels=["model", "traffic_class"]
     )
-    for (model, traffic_class), count in {**dict.fromkeys(limits_s, 0), **counts}.items():
+    # Classes that are no longer configured are shown as long as requests wait in them.
+    shown = {**dict.fromkeys(limits_s, 0), **{name: count for name, count in counts.items() if count}}
+    for (model, traffic_class), count in shown.items():
         waiting.add_metric([model, traffic_class], float(count))
     oldest = GaugeMetricFamily(
         "gateway_oldest_wait_seconds",
         "Time the oldest waiting request has waited, in seconds, excluding jobs; 0 if none waits.",
         labels=["model", "traffic_class"],
     )
-    for (model, traffic_class), waited_s in {**dict.fromkeys(limits_s, 0.0), **oldest_waits_s}.items():
-        oldest.add_metric([model, traffic_class], waited_s)
+    for name in shown:
+        oldest.add_metric([*name], oldest_waits_s.get(name, 0.0))
     limit = GaugeMetricFamily(
         "gateway_wait_limit_seconds",
         "The configured maximum wait, in seconds.",

@@ -279,8 +279,8 @@ def test_gauges_are_read_when_asked_for() -> None:
         loads=lambda: {"light-0": Load(seqs=32, share=500_000, kv_blocks=7)},
         statuses=lambda: {"light-0": BackendStatus(state=State.UP, engine=engine)},
         drifts=lambda: {"light-0": Drift(median_tokens=40.0, drifted=True)},
-        waiting=lambda: {("gemma-4", "short_chat"): 3},
-        oldest_waits_s=lambda: {("gemma-4", "short_chat"): 12.5},
+        waiting=lambda: {("gemma-4", "short_chat"): 3, ("gemma-4", "removed"): 1, ("qwen", "removed"): 0},
+        oldest_waits_s=lambda: {("gemma-4", "short_chat"): 12.5, ("gemma-4", "removed"): 2.5},
         wait_limits_s=lambda: {("gemma-4", "short_chat"): 15.0, ("gemma-4", "idle"): 60.0},
         wants=lambda: {"light-0": Backlog(3, 1.0), "push": Backlog()},
     )
@@ -301,6 +301,11 @@ def test_gauges_are_read_when_asked_for() -> None:
     idle = {"model": "gemma-4", "traffic_class": "idle"}  # nobody has ever waited there
     assert value(subject, "gateway_waiting", **idle) == 0
     assert value(subject, "gateway_oldest_wait_seconds", **idle) == 0
+    removed = {"model": "gemma-4", "traffic_class": "removed"}  # from the configuration, but not yet empty
+    assert value(subject, "gateway_waiting", **removed) == 1
+    assert value(subject, "gateway_oldest_wait_seconds", **removed) == 2.5
+    assert value(subject, "gateway_waiting", model="qwen", traffic_class="removed") is None
+    assert value(subject, "gateway_oldest_wait_seconds", model="qwen", traffic_class="removed") is None
     assert value(subject, "gateway_backend_waiting", backend="light-0") == 3
     assert value(subject, "gateway_backend_waiting", backend="push") == 0
 
