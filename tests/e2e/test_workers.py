@@ -377,10 +377,9 @@ async def test_a_signal_drains_every_worker(gateway: Gateway, stop: Callable[[in
     pid = gateway.process.process.pid
     everything = descendants(pid)
     async with AsyncExitStack() as stack:
-        streams = []
-        for number in range(WORKERS):  # used at once: a connection that idles for seconds is closed
-            client = await stack.enter_async_context(gateway.client_of(number))
-            streams.append(await stream(client, LASTING))
+        # To find a client for each may take as long as a stream.
+        clients = [await stack.enter_async_context(gateway.client_of(one)) for one in range(WORKERS)]
+        streams = [await stream(client, LASTING) for client in clients]
         stop(pid)
         for number in range(WORKERS):
             await gateway.process.wait_for(rf'"worker": {number}, "event": "draining", "in_flight": 1')
