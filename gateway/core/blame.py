@@ -91,9 +91,10 @@ class Doubts:
             row.requests.add(request)
         return len(row.requests) >= IN_A_ROW
 
-    def answered(self, backend: str) -> None:
-        """Note that `backend` has begun to answer a request."""
-        self.rows.pop(backend, None)
+    def answered(self, backend: str) -> bool:
+        """Note that `backend` has begun to answer a request. Return whether it was in doubt."""
+        row = self.rows.pop(backend, None)
+        return row is not None and len(row.requests) >= IN_A_ROW
 
     def passed_over(
         self, policy: Policy, is_available: Callable[[str], bool], now: float

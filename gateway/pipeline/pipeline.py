@@ -87,6 +87,10 @@ NO_WAIT_S = 0.001
 """A request that got a slot in less than this counts as not having waited. A choice: a command to the store
 may take as long."""
 
+EARLY_S = 0.01
+"""No timer of an event loop is early by as much. A choice: uvloop counts whole milliseconds, and one timer in
+three is early, by up to one."""
+
 _IN_DOUBT: Objection = (
     Exclusion.UNHEALTHY,
     f"the last {IN_A_ROW} requests on it, or more, have failed; whose fault it was is not known yet",
@@ -593,8 +597,8 @@ class Pipeline:
 
         async def on_answer() -> None:
             watch.answered()
-            if self._doubts.rows:
-                self._doubts.answered(backend.id)
+            if self._doubts.rows and self._doubts.answered(backend.id):
+                self.room.look()  # more may start there than in doubt
             self._report(context)
             if is_seen:
                 await self._ledger.answered(slot)
@@ -618,7 +622,7 @@ class Pipeline:
             if record.outcome in _REFUSALS:
                 context.unreported.append(record)
                 if self._doubts.failed(backend.id, _digest(context), self._clock.now()):
-                    deadlines.loop.call_later(PAUSE_S, self.room.look)
+                    deadlines.loop.call_later(PAUSE_S + EARLY_S, self.room.look)
             else:
                 self._fleet.report(backend.id, record.outcome, record.detail, record.started_at)
 

@@ -15,6 +15,7 @@ from support.loops import on_both_loops
 
 from gateway.pipeline import deadline as deadlines
 from gateway.pipeline.deadline import Deadline, Deadlines
+from gateway.pipeline.pipeline import EARLY_S
 
 anyio_backend = on_both_loops
 
@@ -374,3 +375,14 @@ async def test_a_scope_cancelled_between_two_steps_of_the_block_recognizes_it(fi
 
     assert scope.cancelled_caught or deadline.has_passed
     assert cancellations() == 0
+
+
+async def test_a_timer_that_allows_for_early_ones_is_never_early() -> None:
+    """A backend's pause would not be over yet, and nothing would look again."""
+    loop, early_s = asyncio.get_running_loop(), []
+    for number in range(50):
+        wait_s, reached, began_at = 0.005 + number / 10_000, asyncio.Event(), time.monotonic()
+        loop.call_later(wait_s + EARLY_S, reached.set)
+        await reached.wait()
+        early_s.append(began_at + wait_s - time.monotonic())
+    assert max(early_s) <= 0

@@ -68,7 +68,7 @@ from gateway.core.values import (
     Turn,
     When,
 )
-from gateway.pipeline import CallerStalled
+from gateway.pipeline import CallerStalled, pipeline
 from gateway.ports import Arrival, Slot, StreamTransform, UpstreamResponse
 
 GOOD = Script([ROLE + HELLO, STOP, DONE])
@@ -446,6 +446,63 @@ async def test_one_in_doubt_is_tried_by_few_at_a_time(world: World) -> None:
         asked = [target.backend.id for target in world.upstream.targets[6:]]
         assert asked.count("light-0") == PROBATION_SEQS
         tasks.cancel_scope.cancel()
+
+
+async def test_who_waits_for_one_in_doubt_starts_there_once_it_has_begun_to_answer(world: World) -> None:
+    """Its requests may run for minutes, and the queue is not to wait for the end of one."""
+    wide = Capacity(context_tokens=32_768, knee=(KneeStep(None, 8),))
+    backends = {name: replace(backend, capacity=wide) for name, backend in POLICY.backends.items()}
+    world.policy = replace(POLICY, backends=backends)
+    world.pipeline.policy_changed()
+    for text in ("a", "b", "c"):
+        world.answers(light_0=Script(status=500), light_1=GOOD)
+        await world.run(world.request(), members={"user": text})
+    world.clock.time += PAUSE_S
+    held = [*await fill(world, "light-1", 8), *await fill(world, "push", 8)]
+    begins, ends = anyio.Event(), anyio.Event()
+    for _ in range(5):
+        world.answers(light_0=Script([begins, ROLE + HELLO, ends, STOP + DONE]))
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(5):
+            arrival = Arrival(f"req-{number}", 1_000_000.0, 10.0)
+            tasks.start_soon(partial(world.run, world.request(), arrival=arrival))
+        await anyio.wait_all_tasks_blocked()
+        assert world.ledger.load("light-0").seqs == PROBATION_SEQS
+        begins.set()
+        await anyio.wait_all_tasks_blocked()
+        assert world.ledger.load("light-0").seqs == 5
+        ends.set()
+    for slot in held:
+        await world.ledger.release(slot)
+
+
+async def test_who_waits_for_one_in_doubt_starts_there_when_its_pause_is_over(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "PAUSE_S", 0.5)
+    (model,) = POLICY.models
+    waits = tuple(replace(one, waiting=replace(one.waiting, max_wait_s=60.0)) for one in model.classes)
+    world.policy = replace(POLICY, models=(replace(model, classes=waits),))
+    world.pipeline.policy_changed()
+    for text in ("a", "b", "c"):
+        world.answers(light_0=Script(status=500), light_1=GOOD)
+        await world.run(world.request(), members={"user": text})
+    world.clock.time += PAUSE_S - 1
+    held = [*await fill(world, "light-1"), *await fill(world, "push")]
+    world.answers(light_0=GOOD)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request())
+        with anyio.fail_after(4):
+            await anyio.wait_all_tasks_blocked()
+            world.clock.time += 1  # before the look that the last failure has planned
+            while len(world.notes.requests) < 4:
+                await anyio.lowlevel.checkpoint()
+
+    assert world.notes.requests[3].backend == "light-0"
+    for slot in held:
+        await world.ledger.release(slot)
 
 
 async def test_a_queue_is_not_swallowed_by_a_backend_that_fails_at_once(world: World) -> None:
