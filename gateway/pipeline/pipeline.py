@@ -450,7 +450,8 @@ class Pipeline:
     def _under_this_policy(self, context: RequestContext, ticket: Ticket) -> Ticket:
         """Return the ticket of an unanswered request under the current policy.
 
-        A request that the current policy would reject keeps the policy under which it was accepted.
+        A request that the current policy would reject keeps the policy under which it was accepted, without
+        the backends that serve another model now.
         """
         policy, decision = self._policy(), context.decision
         if policy is ticket.policy or decision is None:
@@ -460,7 +461,7 @@ class Pipeline:
             decision, anew = self._ticket(policy, model, context.incoming, decision.estimate)
             self._check_fit(decision, anew)
         except GatewayError:
-            return ticket
+            return replace(ticket, failed=ticket.failed | _of_other_models(ticket, policy))
         context.policy, context.decision, context.ticket = policy, decision, anew
         return replace(anew, failed=ticket.failed, waited_s=ticket.waited_s, deadline=ticket.deadline)
 
@@ -675,6 +676,13 @@ _UNKNOWN = BackendStatus()
 def _digest(context: RequestContext) -> bytes:
     """Return what tells a request from others, and is the same if a caller repeats it."""
     return blake2b(context.incoming.body_for(""), digest_size=16).digest()
+
+
+def _of_other_models(ticket: Ticket, policy: Policy) -> frozenset[str]:
+    """Return the backends of a ticket's class that `policy` has serve another model than its own policy."""
+    before, now = ticket.policy.backends, policy.backends
+    names = ticket.policy.backends_of(ticket.traffic_class)
+    return frozenset(name for name in names if name in now and now[name].model != before[name].model)
 
 
 def _ending_of(error: GatewayError) -> Ending:

@@ -238,8 +238,13 @@ class WaitingRoom:
             if not self.line.is_offered(ticket.id):  # it left in the meantime, and may even be queued again
                 await self._ledger.release(slot)
                 return True
-            self.line.started(ticket.id, self._clock.now())
             waiter = self._waiters[ticket.id]
+            if waiter.is_outdated:  # that backend may be one for other requests now
+                self.line.missed(ticket.id, (), self._clock.now())
+                waiter.wake()
+                await self._ledger.release(slot)
+                return True
+            self.line.started(ticket.id, self._clock.now())
             waiter.place = (candidate, slot)
             waiter.wake()
             return True

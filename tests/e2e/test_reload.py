@@ -210,15 +210,16 @@ async def test_whoever_waits_under_a_former_configuration_is_served_where_a_back
     client = gateway.openai(timeout=60, max_retries=0)
     backends: list[str] = []
 
-    async def ask(model: str) -> None:
-        raw = await client.chat.completions.with_raw_response.create(**ASK | {"model": model}, max_tokens=100)
+    async def ask(model: str, max_tokens: int) -> None:
+        request = ASK | {"model": model, "max_tokens": max_tokens}
+        raw = await client.chat.completions.with_raw_response.create(**request)
         backends.append(raw.headers["x-gateway-backend"])
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ask, "gemma-4")
+        tasks.start_soon(ask, "gemma-4", 400)
         await gateway.eventually(lambda: gateway.gateway.ledger.load("light-0").seqs == 1)
         for _ in range(3):
-            tasks.start_soon(ask, "gemma")
+            tasks.start_soon(ask, "gemma", 20)
         await gateway.eventually(lambda: len(gateway.gateway.pipeline.room.line) == 3)
         moved = before["backends"]["light-0"] | {"url": gateway.backends["light-1"].url}
         models = {"gemma-4": {"classes": before["models"]["gemma-4"]["classes"]}}
@@ -227,6 +228,87 @@ async def test_whoever_waits_under_a_former_configuration_is_served_where_a_back
     assert backends == ["light-0"] * 4
     status = gateway.gateway.fleet.statuses()["light-0"]
     assert (status.state, status.last_error) == (State.UP, "")
+
+
+@pytest.fixture
+async def repurposed(tmp_path: Path) -> AsyncIterator[tuple[Site, str]]:
+    """A gateway with one place at light-0 and light-1 drained, and the URL of a server of another model."""
+    other = {"other": replace(simulated({"other": "h100-tp1-light"})["other"], served_model="other")}
+    async with site(
+        tmp_path,
+        fleet={**simulated({name: FLEET[name] for name in ("light-0", "light-1")}, speed=4.0), **other},
+        pools={"light": ["light-0", "light-1"]},
+        models={"gemma-4": {"classes": CLASSES}},
+        reload={"watch": False},
+    ) as gateway:
+        before = written(gateway)
+        url = before["backends"].pop("other")["url"]
+        before["backends"]["light-0"]["limits"] = {"knee_seqs": 1}
+        before["backends"]["light-1"]["drain"] = True
+        assert (await put(gateway, before)).status_code == 200
+        yield gateway, url
+        await gateway.eventually(gateway.idle)
+
+
+async def test_whoever_waits_is_not_sent_to_a_backend_that_has_got_another_model(
+    repurposed: tuple[Site, str],
+) -> None:
+    """It has room at once, and those who wait have not been decided anew yet."""
+    gateway, url = repurposed
+    client, before = gateway.openai(), written(gateway)
+    backends: list[str] = []
+
+    async def ask(max_tokens: int) -> None:
+        raw = await client.chat.completions.with_raw_response.create(**ASK, max_tokens=max_tokens)
+        backends.append(raw.headers["x-gateway-backend"])
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask, 400)
+        await gateway.eventually(lambda: gateway.gateway.ledger.load("light-0").seqs == 1)
+        for _ in range(3):
+            tasks.start_soon(ask, 20)
+        await gateway.eventually(lambda: len(gateway.gateway.pipeline.room.line) == 3)
+        moved = {"url": url, "profile": "h100-tp1-light", "model": "other"}
+        document = before | {
+            "backends": {"light-0": before["backends"]["light-0"], "light-1": moved},
+            "pools": {"light": ["light-0"], "others": ["light-1"]},
+            "models": before["models"] | {"other": {"classes": [{"class": "chat", "pools": ["others"]}]}},
+        }
+        answer = await put(gateway, document)
+        assert answer.status_code == 200, answer.text
+    assert backends == ["light-0"] * 4
+
+
+async def test_whoever_waits_for_a_model_that_is_gone_gets_no_other_one(repurposed: tuple[Site, str]) -> None:
+    gateway, url = repurposed
+    client, before = gateway.openai(), written(gateway)
+    ended: list[str | None] = []
+
+    async def ask(max_tokens: int) -> None:
+        try:
+            answer = await client.chat.completions.create(**ASK, max_tokens=max_tokens)
+        except openai.APIStatusError as error:
+            ended.append(error.code)
+        else:
+            ended.append(answer.choices[0].finish_reason)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask, 400)
+        await gateway.eventually(lambda: gateway.gateway.ledger.load("light-0").seqs == 1)
+        for _ in range(3):
+            tasks.start_soon(ask, 20)
+        await gateway.eventually(lambda: len(gateway.gateway.pipeline.room.line) == 3)
+        moved = {"url": url, "profile": "h100-tp1-light", "model": "other"}
+        document = before | {
+            "backends": {"light-0": moved},
+            "pools": {"light": ["light-0"]},
+            "models": {"other": {"classes": CLASSES}},
+        }
+        answer = await put(gateway, document)
+        assert answer.status_code == 200, answer.text
+    assert sorted(map(str, ended)) == ["length", "no_backend", "no_backend", "no_backend"]
+    status = gateway.gateway.fleet.statuses()["light-0"]
+    assert (status.served, status.last_error) == (0, "")
 
 
 async def test_keys_change_at_once(gateway: Site) -> None:
