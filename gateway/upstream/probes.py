@@ -113,6 +113,7 @@ class Prober:
         self._rules: dict[str, HealthRules] = {}
         self._statuses: dict[str, BackendStatus] = {}
         self._served: dict[str, int] = {}  # requests per backend that are not yet part of its status
+        self._there_since: dict[str, float] = {}  # per backend, when it got its URL
         self._view = MappingProxyType(self._statuses)
         self._looks: dict[str, anyio.Event] = {}  # set it to query the models at once
         self._changed = anyio.Event()
@@ -152,6 +153,8 @@ class Prober:
             self._watched[name] = wanted
             if before is None or before.url != backend.url:
                 self._statuses[name] = self._anew(self._statuses.get(name, BackendStatus()))
+                self._there_since[name] = self._statuses[name].since
+                self._served.pop(name, None)
             self._looks.setdefault(name, anyio.Event())
             if self._tasks is not None:
                 self._tasks.start_soon(self._watch, name, wanted, name=f"watch {name}")
@@ -165,16 +168,16 @@ class Prober:
     def _forget(self, name: str) -> None:
         self._watched.pop(name).end()
         self._served.pop(name, None)
-        del self._statuses[name], self._rules[name], self._looks[name]
+        del self._statuses[name], self._rules[name], self._looks[name], self._there_since[name]
 
     def statuses(self) -> Mapping[str, BackendStatus]:
         """Return the status of every backend by id: a live view, read-only."""
         return self._view
 
     def report(self, backend_id: str, outcome: Outcome, detail: str, started_at: float) -> None:
-        """See `ports.Fleet.report`. Backends that are no longer probed are ignored."""
+        """See `ports.Fleet.report`. Ignored if the backend is no longer probed, or had another URL then."""
         status = self._statuses.get(backend_id)
-        if status is None:
+        if status is None or started_at < self._there_since[backend_id]:
             return
         if outcome is Outcome.OK and status.state is State.UP and not status.recent_failures:
             self._served[backend_id] = self._served.get(backend_id, 0) + 1  # applied with the next event

@@ -12,6 +12,7 @@ import anyio
 import pytest
 from support.certificates import self_signed
 
+from gateway.core.facts import Attempts
 from gateway.core.health import BackendStatus, EngineSample, HealthRules, Outcome, PeerVerdict, State, Verdict
 from gateway.core.values import Backend, Capacity, KneeStep
 from gateway.ports import Clock, Fleet
@@ -658,6 +659,28 @@ async def test_what_concerns_the_former_url_does_not_count_for_the_new_one(clock
         prober.update(subject, rules, secrets=nothing, tls=nothing)
     prober.report("a", Outcome.OK, "", started_at)
     assert prober.statuses()["a"].state is State.UNKNOWN
+
+
+async def test_what_succeeds_at_the_former_url_is_no_credit_to_the_server_at_the_new_one(
+    clock: Clock,
+) -> None:
+    nothing: Mapping[str, Any] = {}
+    rules = HealthRules(failures_max=2)
+    prober = Prober({"a": backend("a", "http://127.0.0.1:1")}, rules, clock, secrets=nothing, tls=nothing)
+    started_at = clock.now()
+    for _ in range(3):
+        prober.report("a", Outcome.OK, "", started_at)
+
+    prober.update({"a": backend("a", "http://127.0.0.1:2")}, rules, secrets=nothing, tls=nothing)
+
+    assert not prober.attempts()
+    prober.report("a", Outcome.OK, "", clock.now())
+    prober.report("a", Outcome.FAILED, "status 500", clock.now())
+    for _ in range(3):
+        prober.report("a", Outcome.OK, "", started_at)
+    assert prober.attempts()["a"] == Attempts(served=1, failed=1)
+    prober.report("a", Outcome.FAILED, "status 500", clock.now())
+    assert prober.statuses()["a"].state is State.EJECTED
 
 
 async def test_another_model_is_looked_for_at_once(clock: Clock, fake_engine: Engines) -> None:
