@@ -585,9 +585,11 @@ class Pipeline:
         # As it is configured now: what waits under a former policy goes to where the backend has moved.
         backend = self._backends.get(candidate.backend) or context.policy.backends[candidate.backend]
         status = self._fleet.statuses().get(backend.id, _UNKNOWN)
-        served = served_name(backend.model, status) or context.incoming.request.model
-
         request = context.incoming.request
+        served = served_name(backend.model, status) or request.model
+        if self._is_ending and not request.is_job:  # since it got the slot
+            raise Draining
+
         is_visible = request.stream and request.seqs == 1
         watch = self.watch.opened(
             backend, slot, ticket.demand, is_visible=is_visible, is_spill=candidate.is_spill

@@ -111,9 +111,8 @@ class WaitingRoom:
         """Turn away every queued request, and all that come from now on: this process is shutting down."""
         self._is_closed = True
         for waiter in self._waiters.values():
-            if waiter.place is None:
-                waiter.error = Draining()
-                waiter.wake()
+            waiter.error = Draining()
+            waiter.wake()
 
     async def admit(
         self, ticket: Ticket, ranking: Ranking | None, *, has_waited: bool
@@ -160,7 +159,7 @@ class WaitingRoom:
             self.look()  # offers to this request and reservations for it are free again
         if waiter.place is None:
             raise waiter.error or PolicyChanged
-        if isinstance(waiter.error, Draining):  # the room was closed while the ledger was asked
+        if isinstance(waiter.error, Draining):  # the room was closed before it could take its place
             await self.release(ticket, waiter.place[1], answered=False)
             raise waiter.error
         return waiter.place

@@ -943,6 +943,34 @@ async def test_who_waits_after_a_failure_is_told_that_the_gateway_stops(world: W
         await world.ledger.release(slot)
 
 
+@pytest.mark.parametrize("rounds", range(4))
+async def test_who_has_just_got_a_place_is_told_that_the_gateway_stops(world: World, rounds: int) -> None:
+    """Between its turn in the queue and its attempt, a request is neither waiting nor running."""
+    held = [slot for name in world.policy.backends for slot in await fill(world, name)]
+    for _ in range(2):
+        world.answers(light_0=Script([anyio.Event()]), light_1=Script([anyio.Event()]))
+    told: list[GatewayError] = []
+
+    async def ask(number: int) -> None:
+        with pytest.raises(Draining) as caught:
+            await world.run(world.request(), arrival=Arrival(f"req-{number}", 1_000_000.0, 10.0))
+        told.append(caught.value)
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            for number in range(2):
+                tasks.start_soon(ask, number)
+            await anyio.wait_all_tasks_blocked()
+            for slot in held:
+                await world.ledger.release(slot)
+            while world.ledger.load("light-0").seqs < 1:
+                await anyio.lowlevel.checkpoint()
+            for _ in range(rounds):
+                await anyio.lowlevel.checkpoint()
+            world.pipeline.end()
+    assert [error.code for error in told] == ["draining"] * 2
+
+
 async def test_a_job_is_left_to_its_worker_at_the_end_of_the_gateway(world: World) -> None:
     gate = anyio.Event()
     world.answers(light_0=Script([ROLE + HELLO, gate, STOP, DONE]))
