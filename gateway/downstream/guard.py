@@ -71,7 +71,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Called by uvicorn; `idle` are those of the listener."""
         super().__init__(*args, **kwargs)
         self._idle = idle
-        self._idle_since = self.loop.time()  # when the last answer was complete, if there was one
+        self._idle_since = self.loop.time()  # since the last answer, or the first bytes of a head in parts
         self._head_bytes = 0  # of an incomplete head, or incomplete trailers
         self._read_bytes = 0  # of the data being parsed
         self._is_in_head = True
@@ -133,6 +133,8 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         # If a request has ended within this data, all of it may belong to that request: it is not counted.
         if self._is_in_head and not self._has_ended and not self.has_refused():
+            if self._head_bytes == 0:
+                self._idle_since = self.loop.time()
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
                 self._refuse_head()
@@ -153,10 +155,13 @@ class GuardedProtocol(HttpToolsProtocol):
         """Return since when nothing is left to answer (time of the event loop); None while something is.
 
         Then it waits for a complete head, or for what its caller still sends to a request that was answered.
+        To close it would free nothing while its caller is still reading the answer.
         """
         is_answering = self.cycle is not None and not self.cycle.response_complete
         is_told = self._refusal is None or self._rest_timer is not None
-        return self._idle_since if is_told and not is_answering and not self.transport.is_closing() else None
+        if not is_told or is_answering or self.transport.is_closing():
+            return None
+        return None if self.transport.get_write_buffer_size() else self._idle_since
 
     def close_idle(self) -> None:
         """Close the connection, which is idle."""

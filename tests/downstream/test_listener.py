@@ -221,6 +221,13 @@ GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 NOT_HTTP = b"?\r\n\r\n"
 
 
+async def asked(*connections: SocketStream) -> None:
+    """Send a request on each, and receive its answer."""
+    for one in connections:
+        await one.send(GET)
+        assert (await one.receive()).startswith(b"HTTP/1.1 200")
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", GET, NOT_HTTP, REFUSED])
 async def test_the_longest_idle_connection_makes_room_for_a_new_one(
     monkeypatch: pytest.MonkeyPatch, sent: bytes
@@ -235,17 +242,63 @@ async def test_the_longest_idle_connection_makes_room_for_a_new_one(
             await longest.send(sent)
             if sent in (GET, NOT_HTTP, REFUSED):
                 assert (await longest.receive()).startswith(b"HTTP/1.1 ")
-            async with (
-                await anyio.connect_tcp("127.0.0.1", port) as later,
-                await anyio.connect_tcp("127.0.0.1", port) as new,
-            ):
-                for one in (new, later):
-                    await one.send(GET)
-                    assert (await one.receive()).startswith(b"HTTP/1.1 200")
-                with anyio.fail_after(10):
-                    assert await everything(longest) == b""
-                held.may_end.set()
-                assert (await busy.receive()).startswith(b"HTTP/1.1 200")
+            async with await anyio.connect_tcp("127.0.0.1", port) as later:
+                await asked(later)
+                async with await anyio.connect_tcp("127.0.0.1", port) as new:
+                    await asked(new, later)
+                    with anyio.fail_after(10):
+                        assert await everything(longest) == b""
+                    held.may_end.set()
+                    assert (await busy.receive()).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_request_that_is_arriving_is_not_what_has_been_idle_for_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guard, "CONNECTIONS_MAX", 3)
+    monkeypatch.setattr(idle, "LEAST_S", 0.0)
+    async with (
+        listening() as port,
+        await anyio.connect_tcp("127.0.0.1", port) as arriving,
+        await anyio.connect_tcp("127.0.0.1", port) as longest,
+        await anyio.connect_tcp("127.0.0.1", port) as last,
+    ):
+        await asked(arriving, longest)
+        await arriving.send(GET[:10])
+        await asked(last)  # so these bytes have been read
+        async with await anyio.connect_tcp("127.0.0.1", port) as new:
+            await asked(new)
+            with anyio.fail_after(10):
+                assert await everything(longest) == b""
+            await arriving.send(GET[10:])
+            assert (await arriving.receive()).startswith(b"HTTP/1.1 200")
+
+
+async def test_an_answer_that_is_still_being_read_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed, its connection would stay until all is read, for a minute at most: it makes no room."""
+    monkeypatch.setattr(guard, "CONNECTIONS_MAX", 2)
+    monkeypatch.setattr(idle, "LEAST_S", 0.0)
+
+    @get("/large")
+    async def large() -> bytes:
+        return bytes(32_000_000)
+
+    async with (
+        listening(large) as port,
+        await anyio.connect_tcp("127.0.0.1", port) as reading,
+        await anyio.connect_tcp("127.0.0.1", port) as longest,
+    ):
+        await reading.send(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n")
+        begun = await reading.receive()
+        left = len(begun.partition(b"\r\n\r\n")[0]) + 4 + 32_000_000 - len(begun)
+        await asked(longest)
+        async with await anyio.connect_tcp("127.0.0.1", port) as new:
+            await asked(new)
+            with anyio.fail_after(10):
+                assert await everything(longest) == b""
+        while left:
+            left -= len(await reading.receive())
+        await asked(reading)
 
 
 async def test_connections_that_were_idle_a_moment_ago_are_looked_for_again() -> None:
