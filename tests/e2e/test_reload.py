@@ -27,6 +27,7 @@ from gateway.core.health import State
 from gateway.core.values import Policy
 from gateway.reload import Reloader
 from gateway.settings import Settings, load
+from gateway.simulator import Fault, FaultOrder
 
 FLEET = {"light-0": "h100-tp1-light", "light-1": "h100-tp1-light", "light-2": "h100-tp1-light"}
 PATIENT = {"max_wait_s": 100, "ttft_target_s": 100}  # so that none of these is refused for load
@@ -210,21 +211,22 @@ async def test_whoever_waits_under_a_former_configuration_is_served_where_a_back
     client = gateway.openai(timeout=60, max_retries=0)
     backends: list[str] = []
 
-    async def ask(model: str, max_tokens: int) -> None:
-        request = ASK | {"model": model, "max_tokens": max_tokens}
-        raw = await client.chat.completions.with_raw_response.create(**request)
+    async def ask(model: str) -> None:
+        raw = await client.chat.completions.with_raw_response.create(**ASK | {"model": model}, max_tokens=5)
         backends.append(raw.headers["x-gateway-backend"])
 
+    gateway.backends["light-0"].order(FaultOrder(Fault.HANG))  # holds its place meanwhile
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ask, "gemma-4", 400)
+        tasks.start_soon(ask, "gemma-4")
         await gateway.eventually(lambda: gateway.gateway.ledger.load("light-0").seqs == 1)
         for _ in range(3):
-            tasks.start_soon(ask, "gemma", 20)
+            tasks.start_soon(ask, "gemma")
         await gateway.eventually(lambda: len(gateway.gateway.pipeline.room.line) == 3)
         moved = before["backends"]["light-0"] | {"url": gateway.backends["light-1"].url}
         models = {"gemma-4": {"classes": before["models"]["gemma-4"]["classes"]}}
         answer = await put(gateway, before | {"backends": {"light-0": moved}, "models": models})
         assert answer.status_code == 200, answer.text
+        gateway.backends["light-0"].order(None)
     assert backends == ["light-0"] * 4
     status = gateway.gateway.fleet.statuses()["light-0"]
     assert (status.state, status.last_error) == (State.UP, "")
