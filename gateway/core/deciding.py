@@ -7,11 +7,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from gateway.core import classification, selection
-from gateway.core.errors import CallerError, ContextExceeded, InvalidRequest, ModelNotFound
+from gateway.core.errors import (
+    CallerError,
+    ContextExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    UpstreamUnreachable,
+)
 from gateway.core.health import BackendStatus, State
 from gateway.core.quirks import RemedyRequest
 from gateway.core.selection import BackendView
 from gateway.core.values import (
+    Backend,
     CountMode,
     Decision,
     Demand,
@@ -79,6 +86,30 @@ def model_of(policy: Policy, name: str) -> ModelPolicy:
         known = ", ".join(sorted(known.id for known in policy.models))
         raise ModelNotFound(f"The model `{name}` does not exist. Known: {known}.", param="model")
     return model
+
+
+def is_for_others(former: Backend, policy: Policy, model_id: str) -> bool:
+    """Return whether a backend of a former policy is one for other models under this one.
+
+    It is if there is another server in its place, or another name, and not for that model.
+    """
+    backend = policy.backends.get(former.id, former)
+    if (backend.url, backend.model) == (former.url, former.model):
+        return False
+    model = policy.model(model_id)
+    classes = () if model is None else model.classes
+    return not any(former.id in policy.backends_of(one) for one in classes)
+
+
+def as_it_is_now(former: Backend, policy: Policy, model_id: str) -> Backend:
+    """Return a backend of a former policy as it is under this one, for a request for that model.
+
+    Raises:
+        UpstreamUnreachable: it is one for other models.
+    """
+    if is_for_others(former, policy, model_id):
+        raise UpstreamUnreachable("The backend does not serve this model any more.")
+    return policy.backends.get(former.id, former)
 
 
 def reasons_by_name(policy: Policy, asked: RemedyRequest) -> bool:

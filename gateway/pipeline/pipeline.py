@@ -451,7 +451,7 @@ class Pipeline:
         """Return the ticket of an unanswered request under the current policy.
 
         A request that the current policy would reject keeps the policy under which it was accepted, without
-        the backends that serve another model now.
+        the backends that are for other models now.
         """
         policy, decision = self._policy(), context.decision
         if policy is ticket.policy or decision is None:
@@ -461,7 +461,7 @@ class Pipeline:
             decision, anew = self._ticket(policy, model, context.incoming, decision.estimate)
             self._check_fit(decision, anew)
         except GatewayError:
-            return replace(ticket, failed=ticket.failed | _of_other_models(ticket, policy))
+            return replace(ticket, failed=ticket.failed | _for_others(ticket, policy))
         context.policy, context.decision, context.ticket = policy, decision, anew
         return replace(anew, failed=ticket.failed, waited_s=ticket.waited_s, deadline=ticket.deadline)
 
@@ -581,9 +581,13 @@ class Pipeline:
     # -------------------------------------------------------------- relay, account
 
     async def _try(self, context: RequestContext, ticket: Ticket, candidate: Candidate, slot: Slot) -> None:
-        """Run one attempt in a slot, and report how it ended. Raises as `Attempt.run`."""
-        # As it is configured now: what waits under a former policy goes to where the backend has moved.
-        backend = self._backends.get(candidate.backend) or context.policy.backends[candidate.backend]
+        """Run one attempt in a slot, and report how it ended.
+
+        Raises as `Attempt.run`, and as `deciding.as_it_is_now`, of which nothing is reported.
+        """
+        backend = context.policy.backends[candidate.backend]
+        if context.policy.backends is not self._backends:  # it was decided under a former policy
+            backend = deciding.as_it_is_now(backend, self._policy(), ticket.model)
         status = self._fleet.statuses().get(backend.id, _UNKNOWN)
         request = context.incoming.request
         served = served_name(backend.model, status) or request.model
@@ -680,11 +684,11 @@ def _digest(context: RequestContext) -> bytes:
     return blake2b(context.incoming.body_for(""), digest_size=16).digest()
 
 
-def _of_other_models(ticket: Ticket, policy: Policy) -> frozenset[str]:
-    """Return the backends of a ticket's class that `policy` has serve another model than its own policy."""
-    before, now = ticket.policy.backends, policy.backends
+def _for_others(ticket: Ticket, policy: Policy) -> frozenset[str]:
+    """Return the backends of a ticket's class that are for other models under `policy`."""
+    before = ticket.policy.backends
     names = ticket.policy.backends_of(ticket.traffic_class)
-    return frozenset(name for name in names if name in now and now[name].model != before[name].model)
+    return frozenset(one for one in names if deciding.is_for_others(before[one], policy, ticket.model))
 
 
 def _ending_of(error: GatewayError) -> Ending:

@@ -1,12 +1,25 @@
 """What is decided of a request beside its class and its backend: whether its model's name has it reason."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from support.engine_events import Asked
 
 from gateway.core import deciding
-from gateway.core.values import Endpoint, ModelPolicy, Policy, Prompt, Request
+from gateway.core.errors import UpstreamUnreachable
+from gateway.core.values import (
+    Backend,
+    Capacity,
+    Endpoint,
+    KneeStep,
+    ModelPolicy,
+    Policy,
+    Pool,
+    Prompt,
+    Request,
+    TrafficClass,
+)
 
 POLICY = Policy(
     models=(
@@ -48,3 +61,34 @@ def test_a_name_that_requests_reasoning(request_: Asked, reasons: bool) -> None:
     prompt = request_.request.prompt
     assert deciding.reasons_by_name(POLICY, request_) is reasons
     assert deciding.prompt_of(POLICY, request_) == Prompt(thinking=reasons or prompt.thinking)
+
+
+FORMER = Backend("light-0", "http://a", Capacity(context_tokens=4_096, knee=(KneeStep(None, 1),)))
+MOVED, RENAMED = replace(FORMER, url="http://b"), replace(FORMER, model="b")
+
+
+@pytest.mark.parametrize(
+    ("now", "model", "expected"),
+    [
+        pytest.param(replace(FORMER, drain=True), None, replace(FORMER, drain=True), id="model-gone"),
+        pytest.param(MOVED, "gemma-4", MOVED, id="moved"),
+        pytest.param(RENAMED, "gemma-4", RENAMED, id="served-under-another-name"),
+        pytest.param(MOVED, "other", None, id="moved-for-another-model"),
+        pytest.param(RENAMED, "other", None, id="it-serves-another-model"),
+        pytest.param(None, "gemma-4", FORMER, id="gone"),
+    ],
+)
+def test_where_a_request_of_a_former_policy_goes(
+    now: Backend | None, model: str | None, expected: Backend | None
+) -> None:
+    classes = (TrafficClass("short_chat", ("light",)),)
+    policy = Policy(
+        models=() if model is None else (ModelPolicy(model, classes), ModelPolicy("unserved", ())),
+        pools={"light": Pool("light", ("light-0",))},
+        backends={} if now is None else {"light-0": now},
+    )
+    if expected is None:
+        with pytest.raises(UpstreamUnreachable):
+            deciding.as_it_is_now(FORMER, policy, "gemma-4")
+    else:
+        assert deciding.as_it_is_now(FORMER, policy, "gemma-4") == expected

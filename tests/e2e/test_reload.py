@@ -313,6 +313,47 @@ async def test_whoever_waits_for_a_model_that_is_gone_gets_no_other_one(repurpos
     assert (status.served, status.last_error) == (0, "")
 
 
+async def test_whoever_waits_for_a_model_is_served_by_no_other_in_its_place(tmp_path: Path) -> None:
+    """The model is gone, and its backend serves another one now, elsewhere."""
+    fleet = simulated({"light-0": "h100-tp1-light"}, speed=4.0)
+    fleet |= simulated({"light-1": "h100-tp1-light"}, speed=4.0, served_model="other")
+    async with site(
+        tmp_path,
+        fleet=fleet,
+        pools={"light": [*fleet]},
+        models={"gemma-4": {"classes": CLASSES}},
+        reload={"watch": False},
+    ) as gateway:
+        before = without(written(gateway), "light-1")
+        before["backends"]["light-0"]["limits"] = {"knee_seqs": 1}
+        assert (await put(gateway, before)).status_code == 200
+        client = gateway.openai(timeout=60, max_retries=0)
+        errors: list[object] = []
+
+        async def ask() -> None:
+            try:
+                await client.chat.completions.create(**ASK, max_tokens=5)
+            except openai.InternalServerError as error:
+                errors.append((error.status_code, error.code))
+
+        gateway.backends["light-0"].order(FaultOrder(Fault.HANG))  # holds its place meanwhile
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await gateway.eventually(lambda: gateway.gateway.ledger.load("light-0").seqs == 1)
+            for _ in range(3):
+                tasks.start_soon(ask)
+            await gateway.eventually(lambda: len(gateway.gateway.pipeline.room.line) == 3)
+            moved = before["backends"]["light-0"] | {"url": gateway.backends["light-1"].url}
+            others = {"other": before["models"]["gemma-4"]}
+            answer = await put(gateway, before | {"backends": {"light-0": moved}, "models": others})
+            assert answer.status_code == 200, answer.text
+            gateway.backends["light-0"].order(None)
+
+        assert errors == [(503, "no_backend")] * 3
+        status = gateway.gateway.fleet.statuses()["light-0"]
+        assert (status.state, status.last_error) == (State.UP, "")
+
+
 async def test_keys_change_at_once(gateway: Site) -> None:
     of_a = "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"  # of "a"
     await put(gateway, written(gateway) | {"keys": {"a": {"sha256": of_a}}})
