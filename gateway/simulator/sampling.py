@@ -168,11 +168,17 @@ def check_tokens(data: Mapping[str, Any]) -> None:
     """Raise the `Refusal` for tokens that are not in the vocabulary."""
     bias = data.get("logit_bias")
     if isinstance(bias, Mapping):
-        odd = [name for name in bias if not name.lstrip("-").isdigit()]
+        odd, unknown = [], []
+        for name in bias:
+            try:
+                token = int(name)
+            except ValueError:
+                odd.append(name)
+            else:
+                unknown += [] if 0 <= token < _VOCABULARY else [token]
         if odd:
             text = f"logit_bias contains key(s) that cannot be converted to integer token IDs: {odd}"
             raise bad_request(text, "logit_bias", odd)
-        unknown = [token for token in map(int, bias) if not 0 <= token < _VOCABULARY]
         if unknown:
             text = f"token_id(s) {unknown} in logit_bias contain out-of-vocab token ids. "
             raise bad_request(f"{text}Vocabulary size: {_VOCABULARY}", "logit_bias", unknown)

@@ -138,7 +138,8 @@ def check_parts(messages: Sequence[Mapping[str, Any]]) -> None:
             kind = part.get("type")
             if kind is None and not any(name in part for name in _UNTYPED):
                 raise _no_part(f"{index}.type", "Field required", "missing", part)
-            if kind is not None and kind not in _PARTS and "uuid" not in part:
+            is_known = isinstance(kind, str) and kind in _PARTS
+            if kind is not None and not is_known and "uuid" not in part:
                 raise _no_part(f"{index}.type", "Input should be 'text'", "literal_error", kind)
             if kind == "image_url" and not isinstance(image := part.get("image_url"), Mapping):
                 where = f"{index}.ChatCompletionContentPartImageParam.image_url"

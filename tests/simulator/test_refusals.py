@@ -184,6 +184,14 @@ EXACTLY: list[tuple[dict[str, Any], str | None, str]] = [
         ),
     ),
     (
+        {"logit_bias": {"--3": 1, "\u00b2": 1}},
+        "logit_bias",
+        (
+            "logit_bias contains key(s) that cannot be converted to integer token IDs: ['--3', "
+            "'\u00b2'] (parameter=logit_bias, value=['--3', '\u00b2'])"
+        ),
+    ),
+    (
         {"min_tokens": 10, "max_tokens": 3},
         None,
         "min_tokens must be less than or equal to max_tokens=3, got 10.",
@@ -295,6 +303,7 @@ ALIKE: list[tuple[dict[str, Any], str, str | None]] = [
         "body.response_format.json_schema.name",
     ),
     ({"messages": [{"role": "user", "content": [{"type": "bogus", "x": 1}]}]}, "BadRequestError", None),
+    ({"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, "BadRequestError", None),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "BadRequestError", None),
     ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "BadRequestError", None),
     (
