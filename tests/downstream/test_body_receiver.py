@@ -6,11 +6,13 @@ import tracemalloc
 from contextlib import suppress
 
 import anyio
+import anyio.lowlevel
 import pytest
 from support.front import WAYS, Front, Wire, chat, front, post
 from support.loops import on_both_loops
 
 from gateway.core.usage import Ending
+from gateway.downstream import guard, idle
 from gateway.downstream.body_receiver import TOGETHER_MAX, WORTH_BYTES, BodyReceiver
 from gateway.downstream.direct import DirectProtocol
 from gateway.downstream.relay import BodyLimits, Uploads
@@ -69,6 +71,26 @@ async def test_a_long_body_may_be_split_anywhere(way: str, split: str) -> None:
         await site.idle()
 
         assert seen(site) == 2 * sent([body])
+
+
+async def test_a_full_port_closes_no_connection_whose_body_is_arriving(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "CONNECTIONS_MAX", 2)
+    monkeypatch.setattr(idle, "LEAST_S", 0.001)  # not the new one itself: uvloop counts milliseconds
+    request, loop = post(long_chat(400_000)), asyncio.get_running_loop()
+    async with front(way) as site, site.caller() as sending, site.caller() as resting:
+        assert (await sending.ask(post(chat()))).status == 200
+        await sending.send(request[:-1])
+        await site.eventually(lambda: site.applications.serving.uploads.bytes >= 60_000)
+        assert (await resting.ask(post(chat()))).status == 200
+        rested_at = loop.time() + 0.005
+        while loop.time() < rested_at:
+            await anyio.lowlevel.checkpoint()
+        async with site.caller() as new:
+            assert (await new.ask(post(chat()))).status == 200
+            assert await resting.is_closed()
+            assert (await sending.ask(request[-1:])).status == 200
 
 
 async def test_what_follows_a_long_body_at_once_is_the_next_request(way: str) -> None:
