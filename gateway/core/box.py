@@ -215,8 +215,9 @@ class OwnershipTaken:
     """This process has become the owner: any order in progress is issued again.
 
     Quarantines from before it started (`started_at`, monotonic seconds) are lifted, because a person has
-    restarted the gateway since. If it is the first owner among all current processes (`is_first`), the
-    resident model is inspected and checked again, because nobody has watched it in the meantime.
+    restarted the gateway since. If it is the first owner among all current processes (`is_first`), nobody has
+    watched the box in the meantime: a resident model is inspected and checked again, and before a boot is
+    repeated, it is made sure that nobody has started another model, because there is memory for one.
     """
 
     started_at: float = float("-inf")
@@ -412,7 +413,7 @@ def _taken_over(box: Box, event: OwnershipTaken, now: float, rules: BoxRules) ->
         why = f"{box.backend} is tried again: the gateway has been restarted"
         return _order(_enter(replace(box, target=""), State.UNKNOWN, now, why), Task.INSPECT)
     match box.state:
-        case State.RESIDENT if event.is_first:
+        case State.RESIDENT | State.CHECKING if event.is_first:
             why = f"{box.backend} was in when the last gateway left"
             return _order(_enter(replace(box, backend=""), State.UNKNOWN, now, why), Task.INSPECT)
         case State.FAILED if box.since < started_at:
@@ -422,7 +423,8 @@ def _taken_over(box: Box, event: OwnershipTaken, now: float, rules: BoxRules) ->
         case State.STOPPING:
             return _order(box, Task.STOP, box.backend)
         case State.BOOTING:
-            return _order(replace(box, is_started=False), Task.START, box.backend)
+            box = replace(box, is_started=False)
+            return _order(box, Task.INSPECT) if event.is_first else _order(box, Task.START, box.backend)
         case State.CHECKING:
             return _order(box, Task.CHECK, box.backend)
         case State.FAILED:
@@ -557,6 +559,10 @@ def _inspected(box: Box, found: frozenset[str], now: float, rules: BoxRules) -> 
         if usable:
             return _check(replace(box, backend=usable[0]), now, "found running")
         return replace(box, retry_at=now + INSPECT_S), ()
+    if box.state is State.BOOTING:
+        if found <= {box.backend}:
+            return _order(replace(box, tries=0), Task.START, box.backend)
+        box = replace(box, backend="")  # somebody has started another one
     was = box.backend
     if not usable and was:  # it was in, and is lost
         return _restarted(box, box.reason, now, rules, is_in=False)

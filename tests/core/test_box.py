@@ -709,6 +709,37 @@ def test_a_model_that_nobody_has_watched_is_asked_before_it_is_trusted_again() -
     assert box.box.restarts == {}
 
 
+def test_a_model_that_nobody_has_watched_at_its_canary_is_looked_for_first() -> None:
+    box = Script(Box(State.CHECKING, backend="qwen")).on(OwnershipTaken(is_first=True))
+    assert box.ordered == [(Task.INSPECT, "")]
+    assert box.found("gemma").ordered == [(Task.CHECK, "gemma")]
+    assert box.box.quarantine == {}
+
+
+def test_a_boot_that_nobody_has_watched_goes_on_if_no_other_model_is_in() -> None:
+    for found in ((), ("qwen",)):
+        box = booting_qwen(is_started=True).on(OwnershipTaken(is_first=True))
+        assert box.ordered == [(Task.INSPECT, "")]
+        assert box.found(*found).ordered == [(Task.START, "qwen")]
+        for pause_s in COMMAND_PAUSES_S:
+            assert box.done("exit status 255").look(pause_s).ordered == [(Task.START, "qwen")]
+
+
+def test_no_boot_is_repeated_beside_a_model_that_somebody_has_started_while_no_gateway_was_there() -> None:
+    box = booting_qwen().on(OwnershipTaken(is_first=True)).found("gemma")
+    assert box.ordered == [(Task.CHECK, "gemma")]
+    assert box.done().at == (State.RESIDENT, "gemma", "")
+    # The one that booted has come up, too.
+    box = booting_qwen().on(OwnershipTaken(is_first=True)).found("gemma", "qwen")
+    assert box.ordered == [(Task.STOP, "qwen")]
+    assert box.done().ordered == [(Task.CHECK, "gemma")]
+    # It is one that must not serve.
+    held = {"gemma": Quarantine("canary failed", 500.0)}
+    box = booting_qwen(quarantine=held).on(OwnershipTaken(is_first=True)).found("gemma")
+    assert box.ordered == [(Task.STOP, "gemma")]
+    assert box.done().done().ordered == [(Task.START, "qwen")]
+
+
 def test_who_restarts_the_gateway_gives_a_backend_in_quarantine_another_chance() -> None:
     quarantine = {"qwen": Quarantine("canary failed", 500.0), "gemma": Quarantine("canary failed", 900.0)}
     failed = Box(State.FAILED, 900.0, "all in quarantine", quarantine=quarantine)

@@ -389,6 +389,31 @@ async def test_another_gateway_ends_the_swap_that_one_has_begun(tmp_path: Path) 
         assert len(machine.swaps) == 1
 
 
+async def test_a_model_started_by_hand_in_mid_swap_gets_no_other_beside_it(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        store = stack.enter_context(own_server("valkey-9", tmp_path))
+        machine = await stack.enter_async_context(
+            simulated_box(BoxOptions(spark_pair(speed=SPEED / 3), resident="gemma"))
+        )
+        async with (
+            gateway_at(machine, tmp_path / "one", by_request(machine), store=store.url) as one,
+            anyio.create_task_group() as asking,
+        ):
+            await one.resident("gemma")
+            asking.start_soon(one.ask, "qwen")
+            await one.until(lambda: one.box().state is State.BOOTING and one.box().is_started)
+            asking.cancel_scope.cancel()
+        for order, name in ((machine.stop, "qwen"), (machine.start, "gemma")):
+            order(name)
+            await machine.models[name].settled()
+        two = await stack.enter_async_context(
+            gateway_at(machine, tmp_path / "two", by_request(machine), store=store.url)
+        )
+        await two.resident("gemma")
+        assert (await two.ask("gemma")).status_code == 200
+        assert two.is_unharmed()
+
+
 async def test_a_box_serves_on_without_its_store_and_swaps_when_it_is_back(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         store = stack.enter_context(own_server("valkey-9", tmp_path))
