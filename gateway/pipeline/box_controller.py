@@ -112,7 +112,6 @@ class _Kept:
     boot_s: Mapping[str, float]
     box: Box
     fence: int = 0
-    has_owned: bool = False  # this process has owned the box before
     has_heard: bool = False  # the board has replied at least once
     heard_at: float = 0.0  # when it last did, monotonic seconds
     is_away: bool = False  # the board did not reply in the last round
@@ -282,6 +281,7 @@ class BoxController:
             elif now - kept.heard_at > STORE_LOST_S:
                 kept.fence, kept.box = 0, left_alone(kept.box, now)
             return ()
+        has_watched = kept.has_heard  # whoever had the box, this process was there
         kept.has_heard, kept.heard_at = True, now
         kept.others = _summed(read_note(text, now) for text in reply.others)
         gained = reply.fence and reply.fence != kept.fence
@@ -301,8 +301,7 @@ class BoxController:
                 kept.fence,
                 extra=about("box_owned", box=kept.name, fence=kept.fence),
             )
-            events = [OwnershipTaken(self._started_at, is_first=not kept.has_owned and not reply.others)]
-            kept.has_owned = True
+            events = [OwnershipTaken(self._started_at, is_first=not has_watched and not reply.others)]
         orders: list[Order] = []
         for event in (*events, self._look(kept)):
             kept.box, more = advance(kept.box, event, self._clock.now(), kept.rules)

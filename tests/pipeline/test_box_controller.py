@@ -501,6 +501,21 @@ async def test_a_gateway_that_is_the_first_to_be_back_finds_out_what_is_in(
         tasks.cancel_scope.cancel()
 
 
+async def test_who_takes_over_a_box_that_it_has_watched_goes_on_serving() -> None:
+    machine = Machine()
+    one, two = Process(machine, "one"), Process(machine, "two")
+    async with anyio.create_task_group() as tasks:
+        async with at_work(one):
+            tasks.start_soon(two.controller.run)
+            await two.is_at(State.RESIDENT, "qwen")
+            machine.answers = anyio.Event()  # nobody would be served meanwhile
+        await two.until(lambda: two.snapshot.is_owner)
+        for _ in range(3):
+            await two.another_look()
+        assert two.at == (State.RESIDENT, "qwen")
+        tasks.cancel_scope.cancel()
+
+
 async def test_a_box_that_a_gateway_of_another_configuration_has_is_read_and_later_taken_over() -> None:
     machine = Machine()
     other = EmulatedBoard(lambda: machine.now, process="other", ttl_s=60, shared=machine.shared)
