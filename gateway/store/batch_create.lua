@@ -6,6 +6,15 @@
 local id, owner, endpoint, input, metadata, headers, keep, expires, open_max, most = unpack(ARGV, OWN_ARGUMENTS)
 local digest, fingerprint, promise_ms = unpack(ARGV, OWN_ARGUMENTS + 10)
 
+-- Returns the oldest batch of an owner that has ended: others may be open for a day, while thousands come and go.
+local function first_ended(owner, open_max)
+    for _, id in ipairs(redis.call('ZRANGE', key('batches', owner), 0, open_max)) do
+        if FINAL[redis.call('HGET', key('batch', id), 'status') or 'failed'] then
+            return id
+        end
+    end
+end
+
 local before = show_batch(id)
 if before then
     return before
@@ -32,8 +41,8 @@ if tonumber(redis.call('HGET', key('batches_counts'), owner) or 0) >= tonumber(o
     return 'too_many_batches'
 end
 if redis.call('ZCARD', key('batches', owner)) >= tonumber(most) then
-    local first = redis.call('ZRANGE', key('batches', owner), 0, 0)[1]
-    if not FINAL[redis.call('HGET', key('batch', first), 'status') or 'failed'] then
+    local first = first_ended(owner, open_max)
+    if not first then
         return 'too_many_batches'
     end
     forget_batch(first)

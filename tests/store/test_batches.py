@@ -167,6 +167,23 @@ async def test_of_a_key_only_so_many_are_kept(world: BatchWorld, monkeypatch: py
     assert [batch.id for batch in found or ()] == ["batch_2", "batch_1"]
 
 
+async def test_a_batch_that_takes_a_day_does_not_end_the_keeping_of_others(
+    world: BatchWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.store.batches.KEPT_MAX", 3)
+    batches = world.open()
+    await world.upload(b"")
+    for number in range(3):
+        await batches.create(new_batch(id=f"batch_{number}"))
+    assert (await world.take(batches)).batch.id == "batch_0"
+    for _ in range(2):
+        await batches.move(await world.take(batches), S.VALIDATING, S.FAILED)
+
+    assert isinstance(await batches.create(new_batch(id="batch_3")), Batch)
+    found = await batches.page("alice", after=None, limit=10)
+    assert [batch.id for batch in found or ()] == ["batch_3", "batch_2", "batch_0"]
+
+
 async def test_a_batch_that_is_refused_makes_the_store_forget_none(
     world: BatchWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
