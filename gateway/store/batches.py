@@ -202,6 +202,11 @@ def _lines(pairs: Sequence[bytes]) -> list[RunningLine]:
     return found
 
 
+def _error(members: Mapping[str, Any]) -> BatchLineError:
+    """Decode an error. Members that a later version has added are ignored."""
+    return BatchLineError(members["code"], members["message"], members["line"], members["param"])
+
+
 def _batch(values: Sequence[bytes]) -> Batch:
     id_, owner, endpoint, input_, created, status, times, *rest = (value.decode() for value in values)
     total, completed, failed, errors, output, error, metadata, headers, keep = rest
@@ -221,7 +226,7 @@ def _batch(values: Sequence[bytes]) -> Batch:
         total=int(total),
         completed=int(completed),
         failed=int(failed),
-        errors=tuple(BatchLineError(**members) for members in json.loads(errors or "[]")),
+        errors=tuple(_error(members) for members in json.loads(errors or "[]")),
         output_file_id=output if output and is_final else None,
         error_file_id=error if error and is_final else None,
         metadata=json.loads(metadata) if metadata else None,

@@ -1,7 +1,8 @@
 """Batches in a real store: one runner at a time, every line written down once, whatever is repeated."""
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -210,6 +211,20 @@ async def test_a_file_is_in_use_until_the_last_of_its_batches_is_over(world: Bat
         assert await world.files.delete("file-1") is FileRefusal.IN_USE
         await batches.move(claim, S.VALIDATING, S.FAILED)
     assert await world.files.delete("file-1") is True
+
+
+async def test_what_a_later_version_has_added_to_an_error_is_ignored(world: BatchWorld) -> None:
+    batches = world.open()
+    await world.batch(batches)
+    error = BatchLineError("invalid_body", "No.", 2, "body")
+    claim = await world.take(batches)
+    await batches.move(claim, S.VALIDATING, S.FAILED, total=0, errors=[error])
+    later = json.dumps([{**asdict(error), "hint": "Add one."}])
+    await world.redis.hset(world.key("batch", "batch_1"), "errors", later)
+
+    found = await batches.get("batch_1")
+
+    assert found is not None and found.errors == (error,)
 
 
 async def test_a_batch_is_cancelled_while_it_can_be(world: BatchWorld) -> None:

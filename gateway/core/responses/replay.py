@@ -44,8 +44,13 @@ class JobFacts:
 
     @classmethod
     def of(cls, job: Job) -> "JobFacts":
-        """Return the facts of a job, with the creation time that the store recorded."""
-        return cls(**json.loads(job.new.facts)).as_accepted(job)
+        """Return the facts of a job, with the creation time that the store recorded.
+
+        Members that a later version has added are ignored.
+        """
+        written = json.loads(job.new.facts)
+        known = {one.name: written[one.name] for one in fields(cls) if one.name in written}
+        return cls(**known).as_accepted(job)
 
     def as_accepted(self, job: Job) -> "JobFacts":
         """Return these facts, submitted with a job, with the creation time that the store recorded."""

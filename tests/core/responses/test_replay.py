@@ -24,6 +24,16 @@ def test_events_say_that_it_was_created_when_the_store_accepted_it() -> None:
     assert json.dumps(events[-1]["response"]["output"]).count("hello") == 1
 
 
+def test_what_a_later_version_has_added_to_the_facts_is_ignored() -> None:
+    facts = JobFacts(new_response({}, "t", 1_000), "t", 0, {}, {})
+    later = json.dumps({**json.loads(facts.encoded()), "mood": "good"}).encode()
+    job, same = (
+        Job(NewJob("resp_t", None, "m/c", b"{}", text), JobStatus.QUEUED) for text in (later, facts.encoded())
+    )
+
+    assert JobFacts.of(job) == JobFacts.of(same)
+
+
 def test_a_reader_whose_look_at_the_job_is_older_than_its_chunks_is_told_the_same() -> None:
     facts = JobFacts(new_response({}, "t", 1_000), "t", 0, {}, {})
     new = NewJob("resp_t", None, "m/c", b"{}", facts.encoded())
