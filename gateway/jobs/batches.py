@@ -39,6 +39,7 @@ from gateway.core.jobs import Job, NewJob, Quota, size_of
 from gateway.events import about
 from gateway.jobs.record import AGAIN_S
 from gateway.ports import BatchStore, FileStore, JobStore
+from gateway.tasks import tasks_beside
 from gateway.threads import decoded
 
 log = logging.getLogger("gateway.jobs")
@@ -50,6 +51,10 @@ RELEASE_S = 5.0
 WRITTEN_MAX = 32_768
 """Maximum bytes of result lines written at once. A choice: a line of a cancelled batch takes 200, and 40 us
 to read and answer, while the event loop stands still."""
+
+RENEW_S = 3.0
+"""Interval for renewing the lease on a batch, apart from each step that does. A choice: a third of the lease
+(`store.batches.LEASE_S`)."""
 
 SUBMITTED_MAX = 32
 """Maximum lines submitted between two checks of a batch. A choice: a cancelled batch is noticed soon."""
@@ -133,7 +138,9 @@ class BatchRunner:
 
     async def _work(self, claim: BatchClaim) -> None:
         try:
-            await self._work_off(claim)
+            async with tasks_beside(BatchLost, StoreUnavailable) as tasks:
+                tasks.start_soon(self._renew, claim)
+                await self._work_off(claim)
         except BatchLost:
             log.info(
                 "batch %s: no longer this process's",
@@ -156,6 +163,13 @@ class BatchRunner:
             )
         finally:
             self._taken -= 1
+
+    async def _renew(self, claim: BatchClaim) -> None:
+        """Renew the lease while other batches and requests leave a step little of the processor."""
+        while True:
+            await anyio.sleep(RENEW_S)
+            with suppress(BatchLost, StoreUnavailable):  # noticed by the step itself
+                await self._batches.look(claim)
 
     async def _let_go(self, claim: BatchClaim) -> None:
         with suppress(StoreUnavailable):  # its lease expires by itself

@@ -377,6 +377,48 @@ async def test_a_file_that_takes_long_to_validate_stays_with_its_runner(world: B
     await slow.aclose()
 
 
+class LongReads(RedisFiles):
+    """Files of which each piece takes so long that the lease on the batch has to be renewed meanwhile."""
+
+    def __init__(self, world: BatchWorld) -> None:
+        super().__init__(world.url, prefix=world.prefix, command_s=10.0)
+        self._world = world
+
+    async def read(self, file_id: str, offset: int, limit: int | None = None) -> bytes:
+        await renewed(self._world)
+        return await super().read(file_id, offset, limit)
+
+
+async def renewed(world: BatchWorld) -> None:
+    """Wait until the lease on a batch is renewed."""
+    held = [await world.redis.hget(world.key("batch", "batch_1"), "until")]
+    with anyio.fail_after(WITHIN_S):
+        while held[-1] == held[0]:
+            await anyio.sleep(0.01)
+            held.append(await world.redis.hget(world.key("batch", "batch_1"), "until"))
+
+
+async def test_a_step_that_takes_longer_than_the_lease_keeps_the_batch(
+    world: BatchWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.jobs.batches.RENEW_S", 0.02)
+
+    async def read_long(batch: Batch, line: BatchLine) -> NewJob:
+        await renewed(world)
+        return await read_line(batch, line)
+
+    await make(world, jsonl(2))
+    files = LongReads(world)
+    runner = BatchRunner(world.open(), files, world.jobs, read_long, RULES)
+    async with working(world), anyio.create_task_group() as tasks:
+        tasks.start_soon(runner.run)
+        batch = await ended(world)
+        await runner.stop()
+    assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 2)
+    assert await world.redis.hget(world.key("batch", "batch_1"), "fence") == "1"
+    await files.aclose()
+
+
 class FilesAtWhoseEndSomebodyCancels(RedisFiles):
     """Files whose batch is cancelled between the last check of its validation and its end."""
 
