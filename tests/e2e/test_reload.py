@@ -4,7 +4,7 @@ import errno
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import httpx
 import openai
 import pytest
 import yaml
+from anyio.abc import TaskGroup
 from support.processes import config, running
 from support.redis_server import RedisServer
 from support.site import Site, simulated, site
@@ -252,6 +253,17 @@ async def repurposed(tmp_path: Path) -> AsyncIterator[tuple[Site, str]]:
         await gateway.eventually(gateway.idle)
 
 
+async def one_runs_and_three_wait(
+    gateway: Site, ask: Callable[[int], Coroutine[Any, Any, None]], tasks: TaskGroup
+) -> None:
+    """Ask four times, with so many tokens each, where there is one place."""
+    tasks.start_soon(ask, 400)
+    await gateway.eventually(lambda: gateway.gateway.ledger.load("light-0").seqs == 1)
+    for _ in range(3):
+        tasks.start_soon(ask, 20)
+    await gateway.eventually(lambda: len(gateway.gateway.pipeline.room.line) == 3)
+
+
 async def test_whoever_waits_is_not_sent_to_a_backend_that_has_got_another_model(
     repurposed: tuple[Site, str],
 ) -> None:
@@ -265,11 +277,7 @@ async def test_whoever_waits_is_not_sent_to_a_backend_that_has_got_another_model
         backends.append(raw.headers["x-gateway-backend"])
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ask, 400)
-        await gateway.eventually(lambda: gateway.gateway.ledger.load("light-0").seqs == 1)
-        for _ in range(3):
-            tasks.start_soon(ask, 20)
-        await gateway.eventually(lambda: len(gateway.gateway.pipeline.room.line) == 3)
+        await one_runs_and_three_wait(gateway, ask, tasks)
         moved = {"url": url, "profile": "h100-tp1-light", "model": "other"}
         document = before | {
             "backends": {"light-0": before["backends"]["light-0"], "light-1": moved},
@@ -295,11 +303,7 @@ async def test_whoever_waits_for_a_model_that_is_gone_gets_no_other_one(repurpos
             ended.append(answer.choices[0].finish_reason)
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ask, 400)
-        await gateway.eventually(lambda: gateway.gateway.ledger.load("light-0").seqs == 1)
-        for _ in range(3):
-            tasks.start_soon(ask, 20)
-        await gateway.eventually(lambda: len(gateway.gateway.pipeline.room.line) == 3)
+        await one_runs_and_three_wait(gateway, ask, tasks)
         moved = {"url": url, "profile": "h100-tp1-light", "model": "other"}
         document = before | {
             "backends": {"light-0": moved},
