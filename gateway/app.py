@@ -56,7 +56,7 @@ from gateway.pipeline.box_controller import BoxController
 from gateway.ports import Recorder
 from gateway.reload import Reloader
 from gateway.settings import Settings
-from gateway.sockets import bind, url_of
+from gateway.sockets import bind, require_free, url_of
 from gateway.store.embedded import embedded_url
 from gateway.store.keeper import start_store
 from gateway.store.memory import MemoryLedger
@@ -584,6 +584,7 @@ async def serve(
             elif settings.is_job_worker:
                 own = settings.with_jobs_at(embedded_url(settings.jobs_folder))
             else:
+                require_free(settings.listen, settings.admin)  # before a folder is made, or read for minutes
                 url = await start_store(tasks, settings.jobs_folder, signals)
                 own = None if url is None else settings.with_jobs_at(url)
             if own is not None:

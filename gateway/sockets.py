@@ -37,6 +37,17 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+def require_free(*addresses: tuple[str, int] | None) -> None:
+    """Check that these addresses, where there are any, can be bound.
+
+    Raises:
+        StartupBlocked, ConfigError: See `bind`.
+    """
+    for address in addresses:
+        if address is not None:
+            bind(*address).close()
+
+
 def url_of(bound: socket.socket) -> str:
     """Return the base URL of a bound socket."""
     host, port = bound.getsockname()[:2]

@@ -28,7 +28,7 @@ from gateway.exiting import FAILURE, RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, TOLD_S
 from gateway.reload import LOOK_S, in_thread
 from gateway.settings import Settings, beside, load
 from gateway.settings.files import read
-from gateway.sockets import bind, url_of
+from gateway.sockets import bind, require_free, url_of
 from gateway.store.keeper import next_pause_s, start_store
 from gateway.tasks import tasks_beside
 
@@ -132,7 +132,9 @@ async def serve(
     """
     settings.require(environ)
     for number in range(workers):  # each has an admin port
-        settings.for_worker(number, workers, None)
+        own = settings.for_worker(number, workers, None)
+        if settings.jobs_folder is not None:
+            require_free(own.admin)  # before a folder is made, or read for minutes
     with (
         anyio.open_signal_receiver(*STOP_SIGNALS) as signals,
         anyio.open_signal_receiver(RELOAD_SIGNAL) as hints,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner, Result
 from support.processes import lonely_config, running
 from support.vocabulary import gemma_like
@@ -424,6 +425,28 @@ async def test_a_configuration_is_refused_before_a_store_is_started_for_it(tmp_p
         assert await process.end() == 2
 
     assert "there is no folder" in process.output
+    assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [pytest.param("listen", 1, id="listen"), *[pytest.param("admin", n, id=f"admin-{n}") for n in (1, 2)]],
+)
+async def test_an_address_is_asked_for_before_a_store_is_started(
+    tmp_path: Path, name: str, workers: int
+) -> None:
+    """Which would read what it keeps, for minutes, or leave a new folder behind."""
+    with socket.create_server(("127.0.0.3", 0)) as taken:  # where nobody else is likely to be, one port below
+        port = taken.getsockname()[1]
+        file = lonely_config(tmp_path)
+        found = yaml.safe_load(file.read_text())
+        file.write_text(
+            yaml.safe_dump({**found, name: f"127.0.0.3:{port - workers + 1}", "jobs": {"data_dir": "kept"}})
+        )
+        async with running("serve", "--config", str(file), "--workers", str(workers)) as process:
+            assert await process.end() == 1
+
+    assert f"cannot listen on 127.0.0.3:{port}" in process.output
     assert not (tmp_path / "kept").exists()
 
 
