@@ -232,6 +232,8 @@ class WorkerGroup:
         self._stops += 1
         self._stopping.set()
         self._let_go()
+        for number in self._processes.keys() - self._accepting.keys():
+            _end_loading(self._processes[number])
         await self._tell_all(STOP)
 
     def _let_go(self) -> None:
@@ -295,6 +297,8 @@ class WorkerGroup:
         async with await self._started(command, order.listen_fd) as process:
             self._processes[order.number] = process
             try:
+                if self._stops:
+                    _end_loading(process)
                 order = replace(order, changed=self._source)
                 told = json.dumps(asdict(order)).encode() + b"\n" + STOP * self._stops
                 async with self._watched(order, process, anyio.sleep_forever):
@@ -365,7 +369,7 @@ class WorkerGroup:
             _kill(process)  # its start was not announced yet
 
     def _note_end(self, number: int, status: int) -> None:
-        if status and self._failure is None:
+        if status not in (0, -signal.SIGTERM) and self._failure is None:
             self.ended_well = False
             log.error(
                 "worker %d ended (%s) instead of draining",
@@ -447,6 +451,12 @@ async def _report(process: Process) -> Report | None:
     except anyio.IncompleteRead:
         return None
     return Report(**json.loads(line))
+
+
+def _end_loading(process: Process) -> None:
+    """End a worker if its program is still being loaded; once it can be told to drain, it ignores this."""
+    with suppress(ProcessLookupError):
+        process.terminate()
 
 
 def _kill(process: Process) -> None:

@@ -34,7 +34,7 @@ STDIN, STDOUT, STDERR = 0, 1, 2
 def main() -> int:
     """Serve as ordered on standard input. Return the exit status."""
     for number in (*STOP_SIGNALS, RELOAD_SIGNAL):
-        signal.signal(number, signal.SIG_IGN)  # the parent handles them for all workers
+        signal.signal(number, signal.SIG_IGN)  # from here on, the parent handles them for all workers
     reports = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)  # anything else that is printed must not be taken for the report
     written, heard = _order()

@@ -178,7 +178,9 @@ async def test_a_worker_that_is_frozen_before_it_has_read_its_order_does_not_kee
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervisor, "END_S", 0.0)
-    monkeypatch.setattr(sys, "executable", script(tmp_path, "kill -TERM $PPID", "exec sleep 60"))
+    monkeypatch.setattr(
+        sys, "executable", script(tmp_path, 'trap "" TERM', "kill -TERM $PPID", "exec sleep 60")
+    )
     sections = "shutdown: {drain_s: 0.01}", "store: redis://127.0.0.1:9", "reload: {watch: false}", UNREAD
     loaded = settings.load(configured(tmp_path, *sections), {})
 
@@ -187,11 +189,25 @@ async def test_a_worker_that_is_frozen_before_it_has_read_its_order_does_not_kee
     assert "worker 0 did not stop when told to: killed" in caplog.text
 
 
+async def test_workers_that_are_still_being_loaded_do_not_hold_up_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Connections that wait are refused at once: to load a few workers takes seconds."""
+    monkeypatch.setattr(sys, "executable", script(tmp_path, "kill -TERM $PPID", "exec sleep 60"))
+    sections = "store: redis://127.0.0.1:9", "reload: {watch: false}"
+    loaded = settings.load(configured(tmp_path, *sections), {})
+
+    with anyio.fail_after(20):
+        assert await supervisor.serve(loaded, {}, 3, "info", ready=lambda serving: None) == 0
+    assert "instead of draining" not in caplog.text
+
+
 async def test_a_frozen_worker_does_not_keep_the_others_from_being_told_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Ends
 ) -> None:
     lines = (
         "for number; do :; done",
+        'trap "" TERM',
         f"touch {tmp_path}/$number",
         "[ $number = 0 ] && exec sleep 60",
         "read order",
@@ -284,7 +300,9 @@ async def test_time_for_which_the_supervisor_was_suspended_does_not_count_as_sil
 async def test_a_stop_reaches_a_worker_at_any_moment_of_its_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "executable", script(tmp_path, "read order", "head -c 1 >/dev/null"))
+    monkeypatch.setattr(
+        sys, "executable", script(tmp_path, 'trap "" TERM', "read order", "head -c 1 >/dev/null")
+    )
     for steps in range(12):
         with bind("127.0.0.1", 0) as listen, anyio.fail_after(20):
             group = WorkerGroup(600.0, never_ready)
