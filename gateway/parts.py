@@ -62,12 +62,21 @@ log = logging.getLogger("gateway.process")
 
 
 def ledger(settings: Settings, owner: str) -> "MemoryLedger | FallbackLedger":
-    """Return the ledger: for this process, `owner`, alone, or for all that share the store."""
+    """Return the ledger: for this process, `owner`, alone, or for all that share the store.
+
+    Raises:
+        ConfigError: an option in the URL of the store is unknown, or has an invalid value.
+    """
     if settings.store is None:
         return MemoryLedger()
+    from gateway.store import connections
     from gateway.store.fallback import FallbackLedger
     from gateway.store.redis import RedisLedger
 
+    try:
+        connections.validate(settings.store.url)
+    except ConfigError as error:
+        raise ConfigError(str(settings.problem(("store", "url"), str(error)))) from error
     return FallbackLedger(
         RedisLedger(
             settings.store.url,

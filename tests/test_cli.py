@@ -121,7 +121,7 @@ def test_check_looks_into_the_options_of_the_store(tmp_path: Path) -> None:
 
     assert result.exit_code == 2
     assert "error: " in result.output
-    assert "store.url: an option in it is not understood" in result.output
+    assert "store.url: there is no option `ssl_ca_cert`" in result.output
     assert "secret" not in result.output
 
 

@@ -71,3 +71,26 @@ def test_backends_with_equal_tls_share_a_context_until_a_file_changes(
     (tmp_path / "key.pem").unlink()
     with pytest.raises(ConfigError, match=r"backend light-0: .*key.pem: No such file"):
         contexts.of(site)
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("foo=1", "there is no option `foo`"),
+        ("max_connections=many", "an option in it is not understood: Invalid value for 'max_connections'"),
+    ],
+)
+@pytest.mark.parametrize("is_short", [True, False], ids=["short", "long"])
+def test_an_option_of_the_store_that_there_is_not_is_refused_with_its_place(
+    tmp_path: Path, option: str, says: str, is_short: bool
+) -> None:
+    url = f"redis://:secret@host:6379/0?{option}"
+    found = loaded(tmp_path, store=url if is_short else {"url": url})
+    line = 1 + (tmp_path / "gateway.yaml").read_text().partition(url)[0].count("\n")
+
+    with pytest.raises(ConfigError) as caught:
+        parts.ledger(found, "me")
+
+    assert str(caught.value).startswith(f"{found.path}:{line}:")
+    assert f": store.url: {says}" in str(caught.value)
+    assert "secret" not in str(caught.value)

@@ -7,6 +7,7 @@ is retried, and everything has a timeout.
 
 import asyncio
 import os
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -43,6 +44,8 @@ fine enough to tell the store's time from this process's."""
 LATE_PART = 0.25
 """Weight of a part whose end was noticed late, by at least the length of a part. A choice: a process that
 always stands still gives up in the end."""
+
+_UNKNOWN = re.compile("unexpected keyword argument '(.*)'")
 
 _FOLDER = resources.files("gateway.store")
 
@@ -275,5 +278,8 @@ def _pool(url: str, settings: Mapping[str, Any]) -> _Pool:
             pool.connection_class = _TlsConnection
         pool.make_connection()  # type: ignore[no-untyped-call]  # validates the options, opens nothing
     except (RedisError, TypeError, ValueError) as error:
+        unknown = _UNKNOWN.search(str(error))
+        if unknown is not None:
+            raise ConfigError(f"store.url: there is no option `{unknown[1]}`") from error
         raise ConfigError(f"store.url: an option in it is not understood: {error}") from error
     return pool
