@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from gateway.core.chat_jobs import failure
 from gateway.core.job_answers import INVALID_EVENT
 from gateway.core.job_answers import events as chat_events
 from gateway.core.jobs import Chunk, Job, JobStatus
@@ -114,17 +115,10 @@ class Replay:
         return events
 
     def _end(self, job: Job) -> list[Event]:
-        now = int(job.ended_at or 0)
-        match job.status:
-            case JobStatus.CANCELLED:
-                return self._draft.cancel()
-            case JobStatus.FAILED:
-                error_type = "invalid_request_error" if _is_callers(job) else "server_error"
-                return self._draft.fail(error_type, job.error.message if job.error else "The job failed.")
+        if job.status is JobStatus.CANCELLED:
+            return self._draft.cancel()
+        if (error := failure(job)) is not None:
+            return self._draft.fail(error.type, error.message)
         if self._is_invalid:
             return self._draft.fail("server_error", "The backend sent an invalid event.")
-        return self._draft.complete(now)
-
-
-def _is_callers(job: Job) -> bool:
-    return job.error is not None and job.error.code in {"context_length_exceeded", "invalid_request"}
+        return self._draft.complete(int(job.ended_at or 0))

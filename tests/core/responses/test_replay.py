@@ -96,6 +96,9 @@ def test_an_answer_that_starts_over_is_told_from_its_new_beginning() -> None:
     [
         (JobError("job_poisoned", "It was given up."), "server_error", "It was given up."),
         (JobError("context_length_exceeded", "It is too long."), "invalid_prompt", "It is too long."),
+        (JobError("no_class", "No class takes it."), "invalid_prompt", "No class takes it."),
+        (JobError("model_not_found", "It is gone."), "invalid_prompt", "It is gone."),
+        (JobError("job_expired", "It has expired."), "server_error", "It has expired."),
         (None, "server_error", "The job failed."),
     ],
 )
