@@ -200,10 +200,12 @@ class Background:
         body: bytes,
         estimate: Estimate | None = None,
         replaces: bool = False,
+        status: int = 200,
     ) -> tuple[Job, JobFacts | None]:
         """Submit a request as a job. Return it, and its facts unless it existed before under the same key.
 
         `replaces`: whether it takes the place of a job under that key which has failed or was cancelled.
+        `status`: the HTTP status for its caller, as far as it is known now.
 
         Raises:
             CallerError: no backend could ever take it, a header is invalid, or the idempotency key belongs to
@@ -252,7 +254,7 @@ class Background:
                 new.priority.value,
                 extra=about("job_accepted", id=id, lane=new.lane, priority=new.priority.value),
             )
-        self._recorder.finished(_record(incoming, decision, decided_at, self._clock.now()))
+        self._recorder.finished(_record(incoming, decision, status, decided_at, self._clock.now()))
         return found, facts.as_accepted(found) if found.id == id else None
 
     async def is_served_elsewhere(self, model: str) -> bool:
@@ -495,7 +497,9 @@ def gone(id: str, param: str | None = None) -> ResponseNotFound:
     return ResponseNotFound(message, param=param)
 
 
-def _record(incoming: Incoming, decision: Decision, decided_at: float, now: float) -> RequestRecord:
+def _record(
+    incoming: Incoming, decision: Decision, status: int, decided_at: float, now: float
+) -> RequestRecord:
     """Return the record of a request that was submitted as a job."""
     request, arrival = incoming.request, incoming.arrival
     return RequestRecord(
@@ -503,7 +507,7 @@ def _record(incoming: Incoming, decision: Decision, decided_at: float, now: floa
         model=request.model,
         stream=request.stream,
         ending=Ending.HANDED_OVER,
-        status=200,
+        status=status,
         error_code="",
         key=request.key,
         wall_at=arrival.wall_at,

@@ -162,6 +162,7 @@ class ChatJobs:
                 estimate=estimate,
                 idempotency_key=received.headers.get(HEADER) if is_found_again else None,
                 replaces=is_in_place,
+                status=200 if is_in_place else 202,
             )
         except GatewayError as error:
             if not (is_in_place and isinstance(error, StoreUnavailable)):

@@ -116,8 +116,11 @@ async def test_a_chat_is_handed_over_and_fetched_in_both_forms(gateway: Site) ->
     job = await ended(gateway, body["id"])
     response = await client.responses.retrieve(body["id"])
     completion = await client.chat.completions.retrieve(body["id"].replace("resp_", "chatcmpl-"))
+    async with httpx.AsyncClient(trust_env=False) as http:
+        noted = (await http.get(f"{gateway.admin_url}/admin/requests")).json()
 
     assert raw.status_code == 202
+    assert {one["id"]: one["status"] for one in noted}[raw.headers["x-request-id"]] == 202
     assert raw.headers["location"] == f"/v1/responses/{body['id']}"
     assert raw.headers["preference-applied"] == "respond-async"
     assert 1 <= int(raw.headers["retry-after"]) <= 59
