@@ -121,6 +121,7 @@ class _Claim:
     is_admitted: bool = False  # it has been given a slot on a backend
     has_begun: bool = False  # its answer has begun
     is_returned: bool = False  # it is to be returned before its answer begins
+    is_reported: bool = False  # the store is being told of its end, and will say itself whether it was held
 
 
 class Worker:
@@ -280,12 +281,12 @@ class Worker:
 
     async def _renew(self) -> None:
         # Not the claims: a reply may be late, and a job that has ended meanwhile is to be free with its body.
-        held = [(claim.job.id, claim.job.claim, claim.scope) for claim in self._claims.values()]
-        claims = [(job_id, token) for job_id, token, _ in held]
-        lost = await self._store.beat(self._name, claims, self._serves())
-        for job_id, _, scope in held:
-            if job_id in lost:
-                scope.cancel()
+        held = [(claim.job.id, claim.job.claim) for claim in self._claims.values()]
+        lost = await self._store.beat(self._name, held, self._serves())
+        for job_id, token in held:
+            claim = self._claims.get(job_id) if job_id in lost else None
+            if claim is not None and claim.job.claim == token and not claim.is_reported:
+                claim.scope.cancel()
 
     def _lose(self, job_id: str, attempt: int) -> None:
         """Stop working on a job that this worker no longer holds."""
@@ -430,6 +431,7 @@ class Worker:
 
     async def _finish(self, claim: _Claim, status: JobStatus, error: JobError | None = None) -> None:
         job = claim.job
+        claim.is_reported = True  # else a heartbeat that crosses the reply, or its loss, would end this
         has_ended = await _until_answered(lambda: self._store.finish(job.id, job.claim, status, error))
         if not has_ended:
             raise JobLost
@@ -437,6 +439,7 @@ class Worker:
 
     async def _give_back(self, claim: _Claim, *, after_s: float, failed: bool) -> None:
         job = claim.job
+        claim.is_reported = True
         is_back = await _until_answered(
             lambda: self._store.give_back(
                 job.id,
@@ -459,6 +462,7 @@ class Worker:
     async def _refuse(self, claim: _Claim, failure: CallerError) -> None:
         """Return a job that the configuration cannot run here."""
         job, error = claim.job, _error_of(failure)
+        claim.is_reported = True
         became = await _until_answered(
             lambda: self._store.refuse(
                 job.id,

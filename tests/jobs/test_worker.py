@@ -6,7 +6,7 @@ import logging
 import secrets
 import sys
 import weakref
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -405,6 +405,52 @@ async def test_a_job_that_was_lost_as_it_ended_has_not_ended_here(world: JobWorl
                 await anyio.lowlevel.checkpoint()
         tasks.cancel_scope.cancel()
     assert [end.outcome for end in ends] == [AttemptOutcome.LOST]
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(None, AttemptOutcome.ENDED), (StreamBroken("It broke."), AttemptOutcome.POISONED)]
+)
+async def test_a_job_whose_last_reply_is_lost_is_not_lost_to_the_heartbeat_that_comes_first(
+    world: JobWorld, error: Exception | None, outcome: AttemptOutcome
+) -> None:
+    class Deaf(RedisJobs):
+        """Does not hear the first reply about an end, and is asked again after a heartbeat."""
+
+        finds_it_gone = anyio.Event()
+
+        async def beat(self, *args: Any) -> Collection[str]:
+            lost = await super().beat(*args)
+            if lost:
+                self.finds_it_gone.set()
+            return lost
+
+        async def finish(self, *args: Any) -> bool:
+            return await self._once_more(super().finish, *args)
+
+        async def give_back(self, *args: Any, **options: Any) -> bool:
+            return await self._once_more(super().give_back, *args, **options)
+
+        async def _once_more(self, tell: Callable[..., Awaitable[bool]], *args: Any, **options: Any) -> bool:
+            told = await tell(*args, **options)
+            if not self.finds_it_gone.is_set():
+                await self.finds_it_gone.wait()
+                raise StoreUnavailable("Its reply is lost.")
+            return told
+
+    async def fails(asked: Asked, number: int) -> None:
+        if number == 3 and error is not None:
+            raise error
+
+    store, ends = Deaf(world.url, prefix=world.prefix, command_s=10.0), list[AttemptOutcome]()
+    await submit(store, "a")
+    rules = replace(RULES, attempts_max=1)
+    async with working(store, Backend(fails), rules=rules, on_attempt=lambda end: ends.append(end.outcome)):
+        with anyio.fail_after(WITHIN_S):
+            while not ends:
+                await anyio.lowlevel.checkpoint()
+    await store.aclose()
+
+    assert ends == [outcome]
 
 
 @pytest.mark.parametrize(
