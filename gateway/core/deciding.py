@@ -36,6 +36,9 @@ from gateway.core.values import (
 Views = Callable[[TrafficClass], Mapping[str, BackendView]]
 """Returns the current state of the backends in a class's pools."""
 
+NAMES_MAX = 20
+"""Maximum names that are listed for callers who ask for an unknown model. A choice: few fleets have more."""
+
 
 def decide(
     policy: Policy, model: ModelPolicy, request: Request, estimate: Estimate, views: Views
@@ -83,8 +86,10 @@ def model_of(policy: Policy, name: str) -> ModelPolicy:
     """
     model = policy.model(name)
     if model is None:
-        known = ", ".join(sorted(known.id for known in policy.models))
-        raise ModelNotFound(f"The model `{name}` does not exist. Known: {known}.", param="model")
+        names = [known for one in policy.models for known in one.names]
+        more = ", ... (see /v1/models)" if len(names) > NAMES_MAX else "."
+        known = ", ".join(names[:NAMES_MAX]) + more
+        raise ModelNotFound(f"The model `{name}` does not exist. Known: {known}", param="model")
     return model
 
 

@@ -524,6 +524,11 @@ class ModelPolicy:
     reasoning_aliases: tuple[str, ...] = ()  # other names that also request reasoning
     template: TemplateCosts = TemplateCosts()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names by which callers can ask for it."""
+        return (self.id, *self.aliases, *self.reasoning_aliases)
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:

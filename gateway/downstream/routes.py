@@ -247,7 +247,7 @@ class Applications:
                 "max_model_len": policy.context_tokens(name, self._window_of),
             }
             for model in policy.models
-            for name in (model.id, *model.aliases, *model.reasoning_aliases)
+            for name in model.names
         }
 
 

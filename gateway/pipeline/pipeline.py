@@ -238,7 +238,7 @@ class Pipeline:
     def serving(self) -> Serving:
         """Return which models the current policy can serve."""
         policy = self._policy()
-        names = ((one.id, *one.aliases, *one.reasoning_aliases) for one in policy.models)
+        names = (one.names for one in policy.models)
         return Serving(policy.version, frozenset(chain.from_iterable(names)))
 
     def can_run_lane(self, lane: str) -> bool:

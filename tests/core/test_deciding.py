@@ -7,7 +7,7 @@ import pytest
 from support.engine_events import Asked
 
 from gateway.core import deciding
-from gateway.core.errors import UpstreamUnreachable
+from gateway.core.errors import ModelNotFound, UpstreamUnreachable
 from gateway.core.values import (
     Backend,
     Capacity,
@@ -61,6 +61,16 @@ def test_a_name_that_requests_reasoning(request_: Asked, reasons: bool) -> None:
     prompt = request_.request.prompt
     assert deciding.reasons_by_name(POLICY, request_) is reasons
     assert deciding.prompt_of(POLICY, request_) == Prompt(thinking=reasons or prompt.thinking)
+
+
+def test_who_asks_for_a_model_that_there_is_not_is_told_the_names_that_there_are() -> None:
+    names = tuple(f"m{number}" for number in range(deciding.NAMES_MAX + 1))
+    many = replace(POLICY, models=(ModelPolicy(id=names[0], classes=(), aliases=names[1:]),))
+
+    with pytest.raises(ModelNotFound, match=r"Known: gemma-4, gemma-4-thinking, other, another\.$"):
+        deciding.model_of(POLICY, "gpt-5")
+    with pytest.raises(ModelNotFound, match=rf"Known: m0, .*, {names[-2]}, \.\.\. \(see /v1/models\)$"):
+        deciding.model_of(many, "gpt-5")
 
 
 FORMER = Backend("light-0", "http://a", Capacity(context_tokens=4_096, knee=(KneeStep(None, 1),)))
