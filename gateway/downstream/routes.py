@@ -66,6 +66,7 @@ _NO_EMBEDDINGS = "This gateway serves Gemma 4 for text generation; it has no emb
 _NO_BATCHES = "This gateway has no files and no batches: there are no `jobs` in its configuration."
 _NO_KEPT_CHATS = "Only chat completions of jobs are kept, and there are no `jobs` in the configuration."
 _WITHOUT_V1 = ("/chat", "/completions", "/responses", "/models", "/embeddings", "/files", "/batches")
+_API = (*_WITHOUT_V1, "/chat/completions")
 _BESIDE_V1 = "There is nothing here: the base URL of the API ends with /v1, as in http://127.0.0.1:8080/v1."
 _NOT_FOR_OPERATORS = "This is the port for applications (`listen`). Operators use the admin port (`admin`)."
 _NOT_FOR_APPLICATIONS = "This is the admin port (`admin`). Applications use the other one (`listen`)."
@@ -368,8 +369,12 @@ def _gateway_error(_: Request[Any, Any, Any], error: GatewayError) -> Response[b
 
 
 def _framework_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
+    path = request.scope["path"]
+    is_nowhere = isinstance(error, (NotFoundException, MethodNotAllowedException))
+    if is_nowhere and path.endswith(_WITHOUT_V1) and path.removeprefix("/v1") not in _API:
+        return _render(RouteNotFound(_BESIDE_V1))  # behind another route, say
     if isinstance(error, NotFoundException):
-        return _render(RouteNotFound(f"There is nothing at {request.scope['path']}."))
+        return _render(RouteNotFound(f"There is nothing at {path}."))
     if isinstance(error, MethodNotAllowedException):
         allowed = with_head((error.headers or {}).get("allow", ""))
         return _render(MethodNotAllowed("This method is not allowed here.", allowed))

@@ -311,6 +311,22 @@ async def test_a_base_url_that_is_wrong_is_corrected(fleet: Site, ending: str) -
         assert "ends with /v1" in caught.value.message
 
 
+@pytest.mark.parametrize(
+    "ending", ["/v1/chat/completions", "/v1/chat/completions/", "/v1/responses", "/api/v1"]
+)
+async def test_a_base_url_that_is_a_route_is_corrected(fleet: Site, ending: str) -> None:
+    client = fleet.openai(base_url=f"{fleet.url}{ending}")
+    for call in (
+        client.chat.completions.create(model="gemma-4", messages=HELLO),
+        client.completions.create(model="gemma-4", prompt="Hello"),
+        client.responses.create(model="gemma-4", input="Why is the sky blue?"),
+    ):
+        with pytest.raises(openai.NotFoundError) as caught:
+            await call
+        assert caught.value.code == "not_found"
+        assert "ends with /v1" in caught.value.message
+
+
 async def test_each_port_names_the_other_one(fleet: Site) -> None:
     """Two addresses in a configuration are easily mixed up, and "not found" would not say so."""
     command = partial(CliRunner().invoke, main, ["jobs", "list", "--admin", fleet.url])
