@@ -59,8 +59,8 @@ def _quick(model: ModelPolicy) -> tuple[tuple[TrafficClass, float, float, bool |
 
 
 def is_reasoning(model: ModelPolicy, request: Request) -> bool:
-    """Return whether the request asks for reasoning, by its body or by an alias configured for it."""
-    return request.reasoning or request.model in model.reasoning_aliases
+    """Return whether the request asks for reasoning: its body, or if that does not say, its model's name."""
+    return request.model in model.reasoning_aliases if request.reasoning is None else request.reasoning
 
 
 def output_tokens(traffic_class: TrafficClass, request: Request) -> int:
@@ -124,7 +124,7 @@ def _reason(model: ModelPolicy, traffic_class: TrafficClass, request: Request, e
         for bound in getattr(when, name)
     ]
     if when.reasoning is not None:
-        by_name = request.model in model.reasoning_aliases and not request.reasoning
+        by_name = request.model in model.reasoning_aliases and request.reasoning is None
         held.append(
             f"reasoning is {str(when.reasoning).lower()}{f' (model name {request.model})' if by_name else ''}"
         )

@@ -126,12 +126,11 @@ def reasons_by_name(policy: Policy, asked: RemedyRequest) -> bool:
     if (
         request.model not in policy.reasoning_names
         or request.endpoint is not Endpoint.CHAT
-        or request.prompt.thinking
-        or asked.member("reasoning_effort") is not None
+        or request.reasoning is not None
     ):
         return False
     kwargs = asked.member("chat_template_kwargs")
-    return kwargs is None or (isinstance(kwargs, Mapping) and "enable_thinking" not in kwargs)
+    return kwargs is None or isinstance(kwargs, Mapping)  # otherwise the engine will refuse it
 
 
 def prompt_of(policy: Policy, asked: RemedyRequest) -> Prompt:

@@ -37,7 +37,7 @@ class RequestFeatures:
     seqs: int = 1
     choices: int = 1
     prompts: int = 1
-    reasoning: bool = False
+    reasoning: bool | None = None
     images: int = 0
     audios: int = 0
     tools: int = 0

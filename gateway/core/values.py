@@ -110,7 +110,7 @@ class Request:
         seqs: Sequences it occupies on a backend: `n` times the number of prompts.
         choices: Number of choices in a complete answer.
         prompts: Number of distinct prompts: 1, except for a list of prompts (/v1/completions).
-        reasoning: Whether `reasoning_effort` is above none or `enable_thinking` is set.
+        reasoning: Whether it asks for it (`reasoning_effort`, `enable_thinking`); None if it does not say.
         images, audios, tools: Counts.
         include_usage: Whether the caller asked for the usage event of a stream.
         key: Name of the caller's API key, or None if no keys are configured.
@@ -131,7 +131,7 @@ class Request:
     seqs: int = 1
     choices: int = 1
     prompts: int = 1
-    reasoning: bool = False
+    reasoning: bool | None = None
     images: int = 0
     audios: int = 0
     tools: int = 0
@@ -620,8 +620,8 @@ class Policy(_DerivedOfPolicy):
     def context_tokens(self, name: str, window_of: Callable[[Backend], int]) -> int:
         """Return the maximum number of tokens, prompt and output, of a request for this model name.
 
-        This is the largest window among the backends of all classes that such a request can be in, or 0 for
-        an unknown model. `window_of` returns the window of a backend.
+        This is the largest window among the backends of all classes that such a request can be in if it does
+        not say whether to reason, or 0 for an unknown model. `window_of` returns the window of a backend.
         """
         model = self.model(name)
         if model is None:

@@ -248,7 +248,7 @@ def _ordinary(
         1,
         1,
         1,
-        False,
+        None,
         0,
         0,
         0,
@@ -369,7 +369,7 @@ def read_members(
         seqs=choices,
         choices=choices,
         prompts=prompts,
-        reasoning=prompt.thinking,
+        reasoning=_reasoning(fields, prompt, is_bare=is_bare or not chat),
         images=images,
         audios=audios,
         tools=tools.count,
@@ -381,6 +381,14 @@ def read_members(
     return _wire_request(
         request, members, received, rules, size_bytes=size_bytes, dropped=dropped, options=options, cut=cut
     )
+
+
+def _reasoning(fields: "_Fields", prompt: Prompt, *, is_bare: bool) -> bool | None:
+    """Return whether a chat asks for reasoning; None if it does not say."""
+    if prompt.thinking or is_bare:
+        return prompt.thinking or None
+    kwargs = _mapping(fields.any(_TEMPLATE_KWARGS))
+    return False if "enable_thinking" in kwargs or fields.any("reasoning_effort") is not None else None
 
 
 def _drop_template_kwargs(members: dict[str, msgspec.Raw], names: frozenset[str]) -> Sequence[str]:

@@ -88,7 +88,7 @@ class RequestLine(msgspec.Struct, frozen=True, tag="request", tag_field="kind", 
     seqs: int = 1
     choices: int = 1
     prompts: int = 1
-    reasoning: bool = False
+    reasoning: bool | None = None
     images: int = 0
     audios: int = 0
     tools: int = 0

@@ -56,6 +56,13 @@ def estimate(tokens: int) -> Estimate:
             id="by-alias",
         ),
         pytest.param(
+            replace(REQUEST, model="gemma-4-thinking", reasoning=False),
+            100,
+            "short_chat",
+            "takes everything else",
+            id="not-by-alias",
+        ),
+        pytest.param(
             replace(REQUEST, handed_over_as="long_document"),
             100,
             "long_document",
@@ -199,10 +206,10 @@ WHENS = st.builds(
     st.integers(0, 5),
     st.sampled_from([None, 0, 3]),
     st.sampled_from(["gemma-4", "gemma-4-thinking"]),
-    st.booleans(),
+    st.sampled_from([None, True, False]),
 )
 def test_the_class_is_the_first_without_a_mismatch(
-    whens: list[When], tokens: int, max_tokens: int | None, name: str, flag: bool
+    whens: list[When], tokens: int, max_tokens: int | None, name: str, flag: bool | None
 ) -> None:
     classes = tuple(TrafficClass(str(place), ("pool",), when) for place, when in enumerate(whens))
     model = replace(MODEL, classes=classes)

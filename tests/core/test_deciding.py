@@ -35,10 +35,11 @@ def asked(
     model: str = "gemma-4-thinking",
     *,
     endpoint: Endpoint = Endpoint.CHAT,
-    thinking: bool = False,
+    reasoning: bool | None = None,
     **members: Any,
 ) -> Asked:
-    request = Request(endpoint=endpoint, model=model, prompt=Prompt(thinking=thinking), reasoning=thinking)
+    prompt = Prompt(thinking=bool(reasoning))
+    request = Request(endpoint=endpoint, model=model, prompt=prompt, reasoning=reasoning)
     return Asked(request, members)
 
 
@@ -47,9 +48,8 @@ def asked(
     [
         pytest.param(asked(), True, id="nothing-said"),
         pytest.param(asked(chat_template_kwargs={"level": 3}), True, id="nothing-said-of-it"),
-        pytest.param(asked(thinking=True, reasoning_effort="low"), False, id="said"),
-        pytest.param(asked(chat_template_kwargs={"enable_thinking": False}), False, id="said-not-to"),
-        pytest.param(asked(reasoning_effort="none"), False, id="no-effort"),
+        pytest.param(asked(reasoning=True), False, id="said"),
+        pytest.param(asked(reasoning=False), False, id="said-not-to"),
         pytest.param(asked(chat_template_kwargs="yes"), False, id="what-the-engine-refuses"),
         pytest.param(asked(endpoint=Endpoint.COMPLETIONS), False, id="no-chat"),
         pytest.param(asked("gemma-4"), False, id="the-model"),

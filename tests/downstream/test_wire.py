@@ -51,7 +51,7 @@ def test_a_plain_chat() -> None:
 
     assert request.model == "gemma-4"
     assert request.prompt == Prompt(turns=(Turn("user", ("hi",)),))
-    assert (request.stream, request.max_tokens, request.seqs, request.reasoning) == (False, None, 1, False)
+    assert (request.stream, request.max_tokens, request.seqs, request.reasoning) == (False, None, 1, None)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,10 @@ def test_a_plain_chat() -> None:
         ({"n": 3}, "seqs", 3),
         ({"reasoning_effort": "low"}, "reasoning", True),
         ({"reasoning_effort": "none"}, "reasoning", False),
-        ({"reasoning_effort": None}, "reasoning", False),
+        ({"reasoning_effort": None}, "reasoning", None),
         ({"chat_template_kwargs": {"enable_thinking": True}}, "reasoning", True),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "reasoning", False),
+        ({"chat_template_kwargs": {"level": 3}}, "reasoning", None),
         ({"tools": [{"type": "function"}, {"type": "function"}]}, "tools", 2),
         ({"stream": True, "stream_options": {"include_usage": True}}, "include_usage", True),
     ],

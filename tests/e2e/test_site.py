@@ -278,6 +278,7 @@ async def test_a_reasoning_alias_gets_reasoning(tmp_path: Path) -> None:
                 model=name, messages=HELLO, max_tokens=30, extra_body=fields
             )
             assert bool(getattr(raw.parse().choices[0].message, "reasoning", None)) is thinks
+            assert raw.headers["x-gateway-class"] == ("thinking" if thinks else "short_chat")
             lengths[thinks].add(raw.headers["x-gateway-prompt-tokens"])
         assert [len(found) for found in lengths.values()] == [1, 1]  # counted as it is sent
         assert not lengths[True] & lengths[False]

@@ -48,7 +48,7 @@ class WhenSection(Section):
     """Tools offered to the model: true for any, false for none, or a comparison."""
 
     reasoning: bool | None = None
-    """Whether reasoning is requested: `reasoning_effort`, `enable_thinking`, or a reasoning alias."""
+    """Whether reasoning is requested: `reasoning_effort`, `enable_thinking`, or else a reasoning alias."""
 
     stream: bool | None = None
     """Whether the answer is streamed."""
