@@ -47,7 +47,6 @@ from gateway.telemetry.metrics import Metrics
 from gateway.tokenizer import PromptEstimator
 from gateway.upstream.commands import Command
 from gateway.upstream.switches import ByCommand, ByRequest, BySleep, Call, Member
-from gateway.upstream.webhook_calls import WebhookCaller
 from gateway.upstream.webhooks import Webhooks
 
 if TYPE_CHECKING:
@@ -293,6 +292,7 @@ def webhooks(
     if not endpoints or store is None:
         return None
     from gateway.store.webhooks import RedisWebhooks
+    from gateway.upstream.webhook_calls import WebhookCaller
 
     metrics.webhooks_known(endpoint.name for endpoint in endpoints)
 

@@ -32,7 +32,7 @@ from gateway.settings.conditions import bounds, count_bounds, header_values
 class Section(BaseModel):
     """A section of the file: immutable, and unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     @model_validator(mode="before")
     @classmethod

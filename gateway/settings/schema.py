@@ -1,10 +1,12 @@
 """The JSON Schema of the configuration file, generated from its models."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from gateway.settings.descriptions import descriptions
 from gateway.settings.document import Document
+from gateway.settings.fields import Section
 
 FILLED_IN = r"\$\{"
 """Matches text with `${NAME}`, which cannot be validated before it is substituted."""
@@ -18,9 +20,10 @@ def schema() -> dict[str, Any]:
     """Return the JSON Schema of a configuration file, including short forms, for editors."""
     generated = Document.model_json_schema(by_alias=True)
     definitions: dict[str, Any] = generated["$defs"]
-    for section in (generated, *definitions.values()):
-        for key in section.get("properties", {}).values():
-            _complete(key, definitions)
+    meanings = {kind.__name__: descriptions(kind) for kind in _kinds(Section)}
+    for name, section in ((Document.__name__, generated), *definitions.items()):
+        for key, value in section.get("properties", {}).items():
+            _complete(value, meanings.get(name, {}).get(key), definitions)
     generated = json.loads(json.dumps(generated))  # unshare parts that occur several times
     _may_be_filled_in(generated)
     return {
@@ -30,9 +33,19 @@ def schema() -> dict[str, Any]:
     }
 
 
-def _complete(key: dict[str, Any], definitions: Mapping[str, Any]) -> None:
-    """Add the description that pydantic omits if it repeats the section's."""
-    if "description" not in key and "$ref" in key:
+def _kinds(section: type[Section]) -> Iterator[type[Section]]:
+    yield section
+    for kind in section.__subclasses__():
+        yield from _kinds(kind)
+
+
+def _complete(key: dict[str, Any], meaning: str | None, definitions: Mapping[str, Any]) -> None:
+    """Add what a key means; without words of its own, what its section does."""
+    if meaning is not None:
+        in_order = sorted({**key, "description": meaning}.items())
+        key.clear()
+        key.update(in_order)
+    elif "description" not in key and "$ref" in key:
         key["description"] = definitions[key["$ref"].rsplit("/", 1)[-1]]["description"]
     if "patternProperties" in key:
         key["additionalProperties"] = False

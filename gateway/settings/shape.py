@@ -8,6 +8,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from gateway.settings.descriptions import descriptions
 from gateway.settings.document import Document
 from gateway.settings.problems import Finding, closest
 from gateway.settings.yaml_tree import Path
@@ -64,8 +65,8 @@ def _unknown_key(path: Path) -> Finding:
 
 def _missing(path: Path) -> str:
     section = _section(path[:-1])
-    field = _fields(section).get(str(path[-1])) if section is not None else None
-    purpose = f": {field.description}".replace("\n", " ").rstrip(".") if field and field.description else ""
+    meaning = descriptions(section).get(str(path[-1])) if section is not None else None
+    purpose = f": {meaning}".replace("\n", " ").rstrip(".") if meaning else ""
     where = _dotted(path[:-1])
     return f'{f"{where} needs" if where else "the file needs"} "{path[-1]}"{purpose}'
 

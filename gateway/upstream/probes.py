@@ -57,7 +57,7 @@ from gateway.ports import Clock
 from gateway.upstream import backend_clients, exposition
 from gateway.upstream.direct import DirectClient
 from gateway.upstream.exchanges import Exchanges
-from gateway.upstream.transport import NO_SUCH_PATH, causes, tls_fault
+from gateway.upstream.faults import NO_SUCH_PATH, causes, tls_fault
 
 PAGE_BYTES_MAX = 4_000_000
 """Maximum bytes read from a probe's answer. A choice: a metrics page of vLLM 0.32 has 72 KB."""

@@ -16,21 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
 
-from gateway import __version__
 from gateway.core import canary
 from gateway.core.canary import Canary
 from gateway.core.values import Backend
 from gateway.events import about
 from gateway.upstream import commands
 from gateway.upstream.commands import Command
-from gateway.upstream.transport import NO_SUCH_PATH, Transport, is_refused, tls_fault
+from gateway.upstream.faults import NO_SUCH_PATH, Failed, is_refused
 
 log = logging.getLogger("gateway.boxes")
-
-ANSWER_BYTES_MAX = 1_000_000
-"""Maximum bytes read from an answer to an order. A choice that bounds memory."""
 
 IS_IN_S = 10.0
 """Timeout for checking whether a model is resident. A choice: about what three probes take by default
@@ -111,20 +106,14 @@ class Member:
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
-class _Failed(Exception):
-    """A request failed, with `status` if there was one. The message never contains headers or bodies."""
-
-    def __init__(self, message: str, status: int = 0) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 class BoxSwitch:
     """`ports.Switch` for the models of every box."""
 
     def __init__(self, members: Mapping[str, Member]) -> None:
         """Prepare to switch these models, by backend id."""
         self._members = members
+        if members:  # before the event loop runs, which the 0.2 s of httpx would hold up
+            import gateway.upstream.control  # noqa: F401
 
     def update(self, *, secrets: Mapping[str, str], tls: Mapping[str, ssl.SSLContext | bool]) -> None:
         """Use other API keys and TLS settings for their servers from now on."""
@@ -140,7 +129,7 @@ class BoxSwitch:
             if isinstance(member.way, BySleep):
                 return json.loads(await _of(member, "GET", "/is_sleeping", IS_IN_S))["is_sleeping"] is False
             await _well(member)
-        except (_Failed, ValueError, RecursionError, KeyError, TypeError):
+        except (Failed, ValueError, RecursionError, KeyError, TypeError):
             return False
         return True
 
@@ -175,7 +164,7 @@ class BoxSwitch:
             model = member.backend.model or await _served(member)
             question = canary.body(member.canary, model)
             answer = await _of(member, "POST", "/v1/chat/completions", member.canary.timeout_s, question)
-        except _Failed as failure:
+        except Failed as failure:
             if member.backend.model is not None and str(failure) == "HTTP 404":
                 return f"HTTP 404: it does not serve {member.backend.model}"
             return str(failure)
@@ -203,9 +192,11 @@ async def _request(way: ByRequest, call: Call, fence: int) -> str:
     if way.token is not None:
         headers["authorization"] = f"Bearer {way.token}"
     content = None if call.body is None else json.dumps(call.body).encode()
+    from gateway.upstream.control import exchange
+
     try:
-        await _exchange(call.method, call.url, way.timeout_s, headers, content, verify=True)
-    except _Failed as failure:
+        await exchange(call.method, call.url, way.timeout_s, headers, content, verify=True)
+    except Failed as failure:
         return str(failure)
     return ""
 
@@ -213,7 +204,7 @@ async def _request(way: ByRequest, call: Call, fence: int) -> str:
 async def _fall_asleep(member: Member, level: int, timeout_s: float) -> str:
     try:
         await _of(member, "POST", f"/sleep?level={level}", timeout_s)
-    except _Failed as error:
+    except Failed as error:
         failure = f"/sleep: {error}"
     else:
         return ""
@@ -234,7 +225,7 @@ async def _wake_up(member: Member, level: int, timeout_s: float) -> str:
     for path, body in steps:
         try:
             await _of(member, "POST", path, timeout_s, body)
-        except _Failed as failure:
+        except Failed as failure:
             return f"{path}: {failure}"
     return ""
 
@@ -243,10 +234,10 @@ async def _wake_up(member: Member, level: int, timeout_s: float) -> str:
 
 
 async def _well(member: Member) -> None:
-    """Return if a server is well: it says so or, if it has no /health, it has a model. Raises _Failed."""
+    """Return if a server is well: it says so or, if it has no /health, it has a model. Raises Failed."""
     try:
         await _of(member, "GET", "/health", IS_IN_S)
-    except _Failed as failure:
+    except Failed as failure:
         if failure.status not in NO_SUCH_PATH:
             raise
         await _served(member)
@@ -256,64 +247,29 @@ async def _is_closed(member: Member) -> bool:
     """Return whether nothing listens on a server's port."""
     try:
         await _of(member, "GET", "/health", IS_IN_S)
-    except _Failed as failure:
+    except Failed as failure:
         return is_refused(failure)
     return False
 
 
 async def _served(member: Member) -> str:
-    """Return the name of a server's first model. Raises _Failed."""
+    """Return the name of a server's first model. Raises Failed."""
     page = await _of(member, "GET", "/v1/models", IS_IN_S)
     try:
         return str(json.loads(page)["data"][0]["id"])
     except (ValueError, RecursionError, KeyError, IndexError, TypeError):
-        raise _Failed("/v1/models: no list of models") from None
+        raise Failed("/v1/models: no list of models") from None
 
 
 async def _of(
     member: Member, method: str, path: str, timeout_s: float, content: bytes | None = None
 ) -> bytes:
+    from gateway.upstream.control import exchange
+
     headers = {} if member.secret is None else {"authorization": f"Bearer {member.secret}"}
-    return await _exchange(
+    return await exchange(
         method, member.backend.url + path, timeout_s, headers, content, verify=member.verify
     )
-
-
-async def _exchange(
-    method: str,
-    url: str,
-    timeout_s: float,
-    headers: Mapping[str, str],
-    content: bytes | None,
-    *,
-    verify: ssl.SSLContext | bool,
-) -> bytes:
-    """Return the body of a successful response. Raises _Failed."""
-    own = {"user-agent": f"gemma-gateway/{__version__}", "accept-encoding": "identity", **headers}
-    if content is not None:
-        own["content-type"] = "application/json"
-    body = bytearray()
-    with anyio.move_on_after(timeout_s):
-        try:
-            async with (
-                httpx.AsyncClient(
-                    transport=Transport(verify=verify if url.startswith("https:") else False),
-                    timeout=None,  # the exchange as a whole has a timeout
-                    follow_redirects=False,
-                    trust_env=False,
-                ) as client,
-                client.stream(method, url, headers=own, content=content) as response,
-            ):
-                if not 200 <= response.status_code < 300:
-                    raise _Failed(f"HTTP {response.status_code}", response.status_code)
-                async for part in response.aiter_raw():
-                    body += part
-                    if len(body) > ANSWER_BYTES_MAX:
-                        raise _Failed(f"more than {ANSWER_BYTES_MAX} bytes")
-                return bytes(body)
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # its text may quote a header
-            raise _Failed(f"no answer ({tls_fault(error) or type(error).__name__})") from error
-    raise _Failed(f"no answer in {timeout_s:g} s")
 
 
 # ------------------------------------------------------------------ launches

@@ -1,14 +1,11 @@
-"""httpx's transport with complete error mapping, and helpers to find the cause of an error."""
+"""httpx's transport with complete error mapping."""
 
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import cast
 
 import httpx
-
-NO_SUCH_PATH = frozenset({404, 405, 501})
-"""Statuses with which a server says that it does not have a path."""
 
 
 class Transport(httpx.AsyncHTTPTransport):
@@ -70,31 +67,3 @@ class _Body(httpx.AsyncByteStream):
 
     async def aclose(self) -> None:
         await self._stream.aclose()
-
-
-def tls_fault(error: BaseException) -> str:
-    """Return the TLS problem that caused an error, or "" if there was none.
-
-    It never contains text sent by the server.
-    """
-    for cause in causes(error):
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            return f"TLS: {cause.verify_message.rstrip('.')}"
-        if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLWantReadError):  # not an error
-            return f"TLS: {(cause.reason or 'failed').replace('_', ' ').lower()}"
-    return ""
-
-
-def is_refused(error: BaseException) -> bool:
-    """Return whether an error means that nothing listens on the port: the connection was refused."""
-    return any(isinstance(cause, ConnectionRefusedError) for cause in causes(error))
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes; for several addresses that were tried, the causes of each."""
-    while error is not None:
-        yield error
-        if isinstance(error, BaseExceptionGroup):
-            for member in error.exceptions:
-                yield from causes(member)
-        error = error.__cause__ or error.__context__

@@ -30,7 +30,8 @@ from gateway.core.webhooks import (
 )
 from gateway.ports import Clock
 from gateway.upstream.exchanges import Exchanges
-from gateway.upstream.transport import Transport, is_refused, tls_fault
+from gateway.upstream.faults import is_refused, tls_fault
+from gateway.upstream.transport import Transport
 
 ATTEMPT_S = 20.0
 """Time limit for an attempt, including name resolution and connecting. Standard Webhooks: 15 to 30 s."""

@@ -7,6 +7,7 @@ attempted again under the same id (at-least-once delivery).
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import anyio
 from anyio.abc import TaskGroup
@@ -14,7 +15,9 @@ from anyio.abc import TaskGroup
 from gateway.core.errors import StoreUnavailable
 from gateway.core.webhooks import Delivery, WebhookAttempt, WebhookEndpoint, WebhookOutcome
 from gateway.ports import WebhookStore
-from gateway.upstream.webhook_calls import WebhookCaller
+
+if TYPE_CHECKING:
+    from gateway.upstream.webhook_calls import WebhookCaller  # with httpx
 
 ATTEMPTS_MAX = 8
 """Maximum concurrent attempts per endpoint. A choice, so that a slow endpoint does not delay others."""
@@ -42,7 +45,7 @@ class Webhooks:
         self,
         endpoints: Iterable[WebhookEndpoint],
         store: WebhookStore,
-        caller: WebhookCaller,
+        caller: "WebhookCaller",
         *,
         on_attempt: Callable[[WebhookAttempt], None],
         on_pending: Callable[[Mapping[str, int]], None],

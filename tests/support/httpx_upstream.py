@@ -27,7 +27,8 @@ from gateway.ports import TakeChunk, Target, UpstreamResponse
 from gateway.tcp import KEEPALIVE
 from gateway.upstream import backend_clients
 from gateway.upstream.backend_clients import BackendClient, BackendClients
-from gateway.upstream.transport import Transport, causes
+from gateway.upstream.faults import causes
+from gateway.upstream.transport import Transport
 
 _USER_AGENT = f"gemma-gateway/{__version__}"
 

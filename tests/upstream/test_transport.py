@@ -14,7 +14,8 @@ import httpx
 import pytest
 from support.certificates import self_signed
 
-from gateway.upstream.transport import Transport, causes
+from gateway.upstream.faults import causes
+from gateway.upstream.transport import Transport
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets
 TRIES, AT_ONCE = 10, 50

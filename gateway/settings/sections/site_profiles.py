@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from gateway import profiles
 from gateway.core.kv import KvFormula
@@ -29,10 +29,6 @@ _KV = KvFormula(sliding_layers=0, global_layers=0)
 
 class Sourced(Section, Generic[_T]):
     """A figure with where it comes from."""
-
-    # Described by Field: for docstrings, pydantic would look through all modules again for each kind of
-    # figure, which was a fifth of the time that a gateway takes to start.
-    model_config = ConfigDict(use_attribute_docstrings=False)
 
     value: _T = Field(description="The figure itself.")
     basis: Literal["measured", "derived", "fitted", "guessed"] = Field(
