@@ -6,8 +6,7 @@ predicted for the time at which all prefill work outstanding at the start of the
 should be done. It is then reported to the ledger, unless the request has already ended.
 """
 
-from heapq import heappop, heappush
-from itertools import count
+from math import inf
 
 import anyio
 
@@ -29,9 +28,8 @@ class FirstTokens:
         """Report to `ledger`."""
         self._ledger = ledger
         self._clock = clock
-        self._due: list[tuple[float, int, str]] = []
-        self._slots: dict[str, Slot] = {}
-        self._numbers = count()
+        self._due: dict[str, tuple[float, Slot]] = {}  # by slot id; few, since a prefill does not take long
+        self._next_at = inf  # when they are looked at next, at the latest
         self._changed = anyio.Event()
 
     def expect(self, slot: Slot) -> None:
@@ -40,28 +38,27 @@ class FirstTokens:
             return
         outstanding_s = self._ledger.load(slot.backend).prefill_ms / 1000
         due = self._clock.now() + OVERHEAD_S + outstanding_s
-        self._slots[slot.id] = slot
-        is_first = not self._due or due < self._due[0][0]
-        heappush(self._due, (due, next(self._numbers), slot.id))
-        if is_first:  # otherwise the loop already wakes up earlier
+        self._due[slot.id] = due, slot
+        if due < self._next_at:
+            self._next_at = due
             self._changed.set()
 
     def forget(self, slot: Slot) -> None:
         """Drop the prediction of a request that has ended."""
-        self._slots.pop(slot.id, None)
+        self._due.pop(slot.id, None)
 
     async def run(self) -> None:
         """Report predicted first tokens when they are due, until cancelled."""
         while True:
             changed = self._changed = anyio.Event()
             await self.tell()
-            patience_s = None if not self._due else max(TOGETHER_S, self._due[0][0] - self._clock.now())
-            with anyio.move_on_after(patience_s):
+            with anyio.move_on_after(max(TOGETHER_S, self._next_at - self._clock.now())):
                 await changed.wait()
 
     async def tell(self) -> None:
         """Report all predictions that are due."""
-        while self._due and (self._due[0][0] <= self._clock.now() or self._due[0][2] not in self._slots):
-            slot = self._slots.pop(heappop(self._due)[2], None)
-            if slot is not None:
+        now = self._clock.now()
+        for due, slot in tuple(self._due.values()):
+            if due <= now and self._due.pop(slot.id, None) is not None:
                 await self._ledger.answered(slot)
+        self._next_at = min([due for due, _ in self._due.values()], default=inf)
