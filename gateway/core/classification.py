@@ -5,11 +5,9 @@ Every result includes its reason, because operators always ask for it.
 
 import operator
 from collections.abc import Callable, Mapping
-from math import inf
 from typing import Any
 
-from gateway.core.kept import kept
-from gateway.core.values import Comparison, Estimate, ModelPolicy, Request, TrafficClass, When
+from gateway.core.values import Comparison, Estimate, ModelPolicy, Request, TrafficClass
 
 _OPERATORS: Mapping[Comparison, Callable[[int, int], bool]] = {
     Comparison.GE: operator.ge,
@@ -30,32 +28,16 @@ def classify(model: ModelPolicy, request: Request, estimate: Estimate) -> tuple[
             if traffic_class.name == request.handed_over_as:
                 return traffic_class, "the job was accepted as one"
     tokens, reasons = estimate.tokens, is_reasoning(model, request)
-    for traffic_class, least, most, reasoning, reason in _quick(model):
-        if tokens < least or tokens > most or reasoning is (not reasons):
+    for traffic_class in model.classes:
+        when = traffic_class.when
+        if when.is_empty:
+            return traffic_class, "takes everything else"
+        # These two decide most cases.
+        if tokens < when.tokens_least or tokens > when.tokens_most or when.reasoning is (not reasons):
             continue
-        if reason is not None or _missed(model, traffic_class, request, estimate) is None:
-            return traffic_class, reason or _reason(model, traffic_class, request, estimate)
+        if _missed(model, traffic_class, request, estimate) is None:
+            return traffic_class, _reason(model, traffic_class, request, estimate)
     return None
-
-
-@kept
-def _quick(model: ModelPolicy) -> tuple[tuple[TrafficClass, float, float, bool | None, str | None], ...]:
-    """Return the conditions of the classes of a model that decide most cases, in quick form.
-
-    Per class: the least and the most prompt tokens; whether the request must ask for reasoning, or must not
-    (None: either); and the reason if the class takes everything else, for then there is nothing to evaluate.
-    """
-    found = []
-    for one in model.classes:
-        least, most = -inf, inf
-        for bound in one.when.prompt_tokens:
-            if bound.op in (Comparison.GE, Comparison.GT, Comparison.EQ):
-                least = max(least, bound.value + (bound.op is Comparison.GT))
-            if bound.op in (Comparison.LE, Comparison.LT, Comparison.EQ):
-                most = min(most, bound.value - (bound.op is Comparison.LT))
-        reason = "takes everything else" if one.when == When() else None
-        found.append((one, least, most, one.when.reasoning, reason))
-    return tuple(found)
 
 
 def is_reasoning(model: ModelPolicy, request: Request) -> bool:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import field
 
-from gateway.core.kept import kept
 from gateway.core.value import valueclass
 from gateway.core.values import Endpoint, Estimate, ModelPolicy, Policy, Prompt, Request
 
@@ -59,8 +58,8 @@ class RequestFeatures:
     ) -> "RequestFeatures":
         """Return the features of a request for a model of the policy with that version."""
         headers: dict[str, HeaderValue] = {}
-        if request.headers and (matched := _matched(model)):
-            for name, values in matched.items():
+        if request.headers and model.headers:
+            for name, values in model.headers.items():
                 value = request.headers.get(name)
                 if value is not None:
                     headers[name] = value if value in values else OTHER
@@ -112,13 +111,4 @@ class RequestFeatures:
 def matched_headers(policy: Policy, model: str) -> Mapping[str, frozenset[str]]:
     """Return the headers in conditions of a model's classes, with all values that they are compared with."""
     known = policy.model(model)
-    return {} if known is None else _matched(known)
-
-
-@kept
-def _matched(model: ModelPolicy) -> Mapping[str, frozenset[str]]:
-    found: dict[str, frozenset[str]] = {}
-    for one in model.classes:
-        for name, values in one.when.headers:
-            found[name] = found.get(name, frozenset()).union(values)
-    return found
+    return {} if known is None else known.headers

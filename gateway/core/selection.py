@@ -12,7 +12,6 @@ from typing import Protocol
 
 from gateway.core import admission, versions
 from gateway.core.health import PROBATION_SEQS, BackendStatus, State, accepts, preference, usable
-from gateway.core.kept import kept
 from gateway.core.quirks.context_buckets import stalls
 from gateway.core.value import valueclass
 from gateway.core.values import (
@@ -446,7 +445,6 @@ def _promising_in(
     return [one for _, one in sorted(fit.values())]
 
 
-@kept
 def _thins_out(weights: Weights) -> bool:
     """Return whether the less loaded of two replicas always has the higher score.
 

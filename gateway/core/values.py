@@ -8,6 +8,7 @@ with its reasons (`Decision`).
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from math import inf
 from types import MappingProxyType
 from typing import Any, cast, overload
 
@@ -380,8 +381,11 @@ class _Derived:
 
 
 class _DerivedOfWhen(_Derived):
-    __slots__ = ("numeric",)
+    __slots__ = ("is_empty", "numeric", "tokens_least", "tokens_most")
+    is_empty: bool
     numeric: tuple[str, ...]
+    tokens_least: float
+    tokens_most: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,7 +396,9 @@ class When(_DerivedOfWhen):
     the configuration is `> 0`, and `false` is `== 0`.
 
     Attributes:
+        is_empty: Whether no field is set.
         numeric: Names of the numeric fields that are set.
+        tokens_least, tokens_most: The range that the bounds of `prompt_tokens` leave.
     """
 
     prompt_tokens: tuple[Bound, ...] = ()
@@ -409,6 +415,16 @@ class When(_DerivedOfWhen):
     def __post_init__(self) -> None:
         names = ("prompt_tokens", "total_tokens", "max_tokens", "images", "audios", "tools")
         object.__setattr__(self, "numeric", tuple(name for name in names if getattr(self, name)))
+        is_empty = all(getattr(self, one.name) == one.default for one in fields(self))
+        object.__setattr__(self, "is_empty", is_empty)
+        least, most = -inf, inf
+        for bound in self.prompt_tokens:
+            if bound.op in (Comparison.GE, Comparison.GT, Comparison.EQ):
+                least = max(least, bound.value + (bound.op is Comparison.GT))
+            if bound.op in (Comparison.LE, Comparison.LT, Comparison.EQ):
+                most = min(most, bound.value - (bound.op is Comparison.LT))
+        object.__setattr__(self, "tokens_least", least)
+        object.__setattr__(self, "tokens_most", most)
 
 
 class WhenLate(StrEnum):
@@ -514,15 +530,31 @@ class TemplateCosts:
     tool_round: int = 22  # per tool call with its result, without their own text; an upper bound
 
 
+class _DerivedOfModel(_Derived):
+    __slots__ = ("headers",)
+    headers: Mapping[str, frozenset[str]]
+
+
 @dataclass(frozen=True, slots=True)
-class ModelPolicy:
-    """One public model name: its aliases, classes and chat template costs."""
+class ModelPolicy(_DerivedOfModel):
+    """One public model name: its aliases, classes and chat template costs.
+
+    Attributes:
+        headers: The headers in conditions of its classes, with all values that they are compared with.
+    """
 
     id: str
     classes: tuple[TrafficClass, ...]
     aliases: tuple[str, ...] = ()
     reasoning_aliases: tuple[str, ...] = ()  # other names that also request reasoning
     template: TemplateCosts = TemplateCosts()
+
+    def __post_init__(self) -> None:
+        headers: dict[str, frozenset[str]] = {}
+        for one in self.classes:
+            for name, values in one.when.headers:
+                headers[name] = headers.get(name, frozenset()).union(values)
+        object.__setattr__(self, "headers", headers)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -565,9 +597,10 @@ class ReasoningField(StrEnum):
 
 
 class _DerivedOfPolicy(_Derived):
-    __slots__ = ("distinct", "kinds", "reasoning_names", "window_tokens")
+    __slots__ = ("distinct", "kinds", "named", "reasoning_names", "window_tokens")
     kinds: Mapping[str, int]
     distinct: Mapping[str, tuple[Backend, ...]]
+    named: Mapping[str, ModelPolicy]
     reasoning_names: frozenset[str]
     window_tokens: int
 
@@ -579,6 +612,7 @@ class Policy(_DerivedOfPolicy):
     Attributes:
         kinds: A number per backend, equal for replicas, which differ only in name and address.
         distinct: Per pool, one backend of each kind in it.
+        named: The models by their ids and aliases.
         reasoning_names: The reasoning aliases of all models.
         window_tokens: The largest context window of the fleet. Longer prompts cannot be served.
     """
@@ -606,16 +640,19 @@ class Policy(_DerivedOfPolicy):
         }
         object.__setattr__(self, "kinds", of)
         object.__setattr__(self, "distinct", distinct)
+        named = {
+            name: model
+            for model in reversed(self.models)  # of two with one name, the first has it
+            for name in model.names
+        }
+        object.__setattr__(self, "named", named)
         names = frozenset(name for model in self.models for name in model.reasoning_aliases)
         object.__setattr__(self, "reasoning_names", names)
         object.__setattr__(self, "window_tokens", max(windows, default=0))
 
     def model(self, name: str) -> ModelPolicy | None:
         """Return the model with this name (its id or an alias), or None."""
-        for model in self.models:
-            if name == model.id or name in model.aliases or name in model.reasoning_aliases:
-                return model
-        return None
+        return self.named.get(name)
 
     def context_tokens(self, name: str, window_of: Callable[[Backend], int]) -> int:
         """Return the maximum number of tokens, prompt and output, of a request for this model name.
@@ -632,7 +669,7 @@ class Policy(_DerivedOfPolicy):
             if reasons and one.when.reasoning is False:
                 continue
             pools.update(one.pools)
-            if one.when == When() or (reasons and one.when == When(reasoning=True)):
+            if one.when.is_empty or (reasons and one.when == When(reasoning=True)):
                 break
         backends = [backend for pool in pools for backend in self.distinct.get(pool, ())]
         return max(map(window_of, backends), default=0)

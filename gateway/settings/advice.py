@@ -2,11 +2,11 @@
 
 import ipaddress
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 from urllib.parse import urlsplit
 
-from gateway.core.kept import kept
 from gateway.core.quirks import WORKAROUNDS
 from gateway.core.values import Backend, Capacity, ModelPolicy, Policy, TrafficClass
 from gateway.settings.policies import mixed_pools
@@ -170,7 +170,7 @@ def _context(backend: Backend) -> int:
     return min(backend.capacity.context_tokens, kv_tokens(backend.capacity))
 
 
-@kept
+@lru_cache(maxsize=256)
 def kv_tokens(capacity: Capacity) -> int:
     """Return the longest single request that fits the KV budget, at most the window."""
     low, high = 0, capacity.context_tokens

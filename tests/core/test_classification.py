@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import asdict, replace
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -188,7 +189,9 @@ def test_a_copied_condition_knows_its_figures() -> None:
     when = When(prompt_tokens=(Bound(Comparison.GE, 3),), tools=(Bound(Comparison.GT, 0),), stream=True)
     for made in (when, copy.deepcopy(when), pickle.loads(pickle.dumps(when)), replace(when, stream=False)):
         assert made.numeric == ("prompt_tokens", "tools")
+        assert (made.tokens_least, made.tokens_most, made.is_empty) == (3, inf, False)
     assert "numeric" not in asdict(when)
+    assert copy.deepcopy(When()).is_empty
 
 
 BOUNDS = st.lists(st.builds(Bound, st.sampled_from(Comparison), st.integers(0, 4)), max_size=2).map(tuple)

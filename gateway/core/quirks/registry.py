@@ -1,8 +1,8 @@
 """All quirks that the gateway works around, by their names in profiles and configurations."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
-from gateway.core.kept import kept
 from gateway.core.quirks import (
     channels,
     context_buckets,
@@ -37,7 +37,7 @@ Rule = Callable[[Plan], None]
 
 
 def plan(
-    quirks: Collection[str],
+    quirks: tuple[str, ...],
     asked: RemedyRequest,
     reasoning: ReasoningField = ReasoningField.AS_SENT,
     *,
@@ -59,8 +59,8 @@ def plan(
     return made
 
 
-@kept
-def _rules(quirks: Collection[str]) -> tuple[Sequence[Rule], Sequence[Rule]]:
+@lru_cache(maxsize=256)
+def _rules(quirks: tuple[str, ...]) -> tuple[Sequence[Rule], Sequence[Rule]]:
     """Return the rules of these quirks, and those of them that requests without tools need."""
     rules = [
         (workaround.rule, workaround.is_for_tools)
