@@ -334,14 +334,11 @@ def ranking(
     Most requests start on the best candidate. `views` must not change afterwards, because the rest is
     computed from it later.
     """
-    first: Candidate | None = None
     excluded: list[tuple[Case, Objection]] = []
     pool = policy.pools[traffic_class.pools[0]]
     fit = _promising_in(policy, pool, demand, views, excluded)
-    if len(fit) == 1:
-        first = _eligible(_score(fit[0], policy.weights))
-    elif fit:
-        first = _eligible(min(_scored(fit, policy.weights)))
+    if fit:
+        first: Candidate | None = _eligible(min(_scored(fit, policy.weights)))
     else:
         first = _best_spill(policy, traffic_class, demand, views, excluded)
     passed_over = [(case.view.backend.id, objection[0]) for case, objection in excluded] if excluded else ()
@@ -546,30 +543,23 @@ its score and the single scores."""
 
 
 def _scored(fit: Sequence[Case], weights: Weights) -> list[_Scored]:
-    fastest = max([case.view.backend.tokens_per_s or 0.0 for case in fit], default=0.0)
+    # A single one is the fastest.
+    fastest = max([case.view.backend.tokens_per_s or 0.0 for case in fit]) if len(fit) > 1 else 0.0
     found: list[_Scored] = []
     for at, case in enumerate(fit):
+        view, own, quirks = case.view, case.view.backend.tokens_per_s, case.view.backend.quirks
         # A backend with an unknown rate counts as the fastest.
-        own = case.view.backend.tokens_per_s
-        found.append(_score(case, weights, at, 1.0 if own is None or fastest <= 0 else own / fastest))
+        speed = 1.0 if own is None or fastest <= 0 else own / fastest
+        used = (view.load.share + case.claim.share) / admission.WHOLE
+        spare = 1 - used if used < 1 else 0.0
+        affinity = view.prefix_share
+        # Some engines stall at certain prompt lengths while other requests run.
+        slow = -min(1.0, used) if quirks and stalls(quirks, case.demand.prompt_tokens) else 0.0
+        score = weights.spare_knee * spare + weights.speed * speed
+        score += weights.prefix_affinity * affinity + weights.slow_context * slow
+        scores = (spare, speed, affinity, slow)
+        found.append((preference(view.status), -score, at, case, score, scores))
     return found
-
-
-def _score(case: Case, weights: Weights, at: int = 0, speed: float = 1.0) -> _Scored:
-    """Return the score of the case at that place, whose backend has that part of the highest speed.
-
-    The defaults are those of the only one.
-    """
-    view = case.view
-    used = (view.load.share + case.claim.share) / admission.WHOLE
-    spare = 1 - used if used < 1 else 0.0
-    affinity = view.prefix_share
-    quirks = view.backend.quirks
-    # Some engines stall at certain prompt lengths while other requests run.
-    slow = -min(1.0, used) if quirks and stalls(quirks, case.demand.prompt_tokens) else 0.0
-    score = weights.spare_knee * spare + weights.speed * speed
-    score += weights.prefix_affinity * affinity + weights.slow_context * slow
-    return preference(view.status), -score, at, case, score, (spare, speed, affinity, slow)
 
 
 def _eligible(scored: _Scored) -> Candidate:
