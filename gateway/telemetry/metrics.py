@@ -86,6 +86,10 @@ class Timeliness(StrEnum):
     LATE = "late"
 
 
+_Pace = tuple[float, float | None, Timeliness | None]
+"""Of a completed stream: seconds to its first token, and per later one; whether the first was in time."""
+
+
 class Metrics:
     """All metrics. Each instance has its own registry, so that tests and processes do not share one."""
 
@@ -94,6 +98,7 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=True)
         registry = self.registry
         self._noted: dict[tuple[str, str, str], list[_Figures]] = {}  # by class, pool and backend
+        self._paces: dict[tuple[str, str], list[_Pace]] = {}  # of streams, by class and backend
         self._noted_count = 0
         registry.register(_Before(self._count_noted))
         self.requests = Counters(
@@ -267,14 +272,14 @@ class Metrics:
 
     def finished(self, record: RequestRecord) -> None:
         """See `ports.Recorder.finished`. Ordinary requests are counted later, many at a time."""
-        decision, usage, at = record.decision, record.usage, record.estimated_at
+        decision, usage = record.decision, record.usage
+        at, first = record.estimated_at, record.first_byte_at
         if (
             record.ending is not Ending.COMPLETED
-            or record.stream
             or usage is None
             or at is None
             or record.admitted_at is None
-            or record.first_byte_at is None
+            or first is None
             or decision is None
             or decision.estimate.tokens <= 0
             or decision.demand.prompts != 1
@@ -300,6 +305,9 @@ class Metrics:
                 ended_at - received_at,
             )
         )
+        if record.stream:
+            pace = first - received_at, record.tpot_s, _timeliness(record, first)
+            self._paces.setdefault((decision.traffic_class, record.backend), []).append(pace)
         self._noted_count += 1
         if self._noted_count >= NOTED_MAX:
             self._count_noted()
@@ -319,6 +327,15 @@ class Metrics:
             self.tokens_in.add(where, sum(tokens_in))
             self.tokens_out.add(where, sum(tokens_out))
             self.estimate_error.observe_all((backend,), errors)
+        paces, self._paces = self._paces, {}
+        for of, streams in paces.items():
+            first_tokens, later, timeliness = zip(*streams, strict=True)
+            self.ttft.observe_all(of, first_tokens)
+            if known := [tpot_s for tpot_s in later if tpot_s is not None]:
+                self.tpot.observe_all(of, known)
+            for one in Timeliness:
+                if count := timeliness.count(one):
+                    self.first_tokens.add((*of, one), count)
 
     def _count(self, record: RequestRecord) -> None:
         if record.ending is Ending.SHED and not record.route:
@@ -339,17 +356,9 @@ class Metrics:
             self.waiting_time.observe((name,), record.admitted_at - record.estimated_at)
         if record.first_byte_at is not None:
             self._served(record, name)
-        elif record.ending is Ending.LEFT:  # leaving before the first token is due proves nothing
-            self._first_token(record, name, record.ended_at, only_late=True)
-
-    def _first_token(self, record: RequestRecord, name: str, at: float, *, only_late: bool = False) -> None:
-        """Count the first token of a stream that came at `at`, or had not come by then."""
-        if not record.stream or not record.route or record.due_s is None:  # nobody is watching a job
-            return
-        is_late = at - record.received_at > record.due_s
-        if is_late or not only_late:
-            timeliness = Timeliness.LATE if is_late else Timeliness.TIMELY
-            self.first_tokens.add((name, record.backend, timeliness))
+        elif record.ending is Ending.LEFT and _timeliness(record, record.ended_at) is Timeliness.LATE:
+            # To leave before the first token is due proves nothing.
+            self.first_tokens.add((name, record.backend, Timeliness.LATE))
 
     def _served(self, record: RequestRecord, name: str) -> None:
         decision, first, usage = record.decision, record.first_byte_at, record.usage
@@ -358,7 +367,8 @@ class Metrics:
         where = (name, record.backend)
         if record.stream:
             self.ttft.observe(where, first - record.received_at)
-        self._first_token(record, name, first)
+        if (timeliness := _timeliness(record, first)) is not None:
+            self.first_tokens.add((*where, timeliness))
         self.duration.observe(where, record.ended_at - record.received_at)
         if record.is_spill:
             self.spills.add((name, record.pool))
@@ -420,6 +430,13 @@ class Metrics:
     def exposition(self) -> tuple[Callable[[], bytes], str]:
         """Return a function that writes the page for Prometheus as of now, in any thread, and its type."""
         return Collected(self.registry).page, CONTENT_TYPE_LATEST
+
+
+def _timeliness(record: RequestRecord, at: float) -> Timeliness | None:
+    """Return that of a first token at `at`, or of none by then; None for a job, which nobody watches."""
+    if not record.stream or not record.route or record.due_s is None:
+        return None
+    return Timeliness.LATE if at - record.received_at > record.due_s else Timeliness.TIMELY
 
 
 class _Before(Collector):

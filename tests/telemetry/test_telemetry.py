@@ -138,6 +138,7 @@ ORDINARY = replace(RECORD, stream=False, route="/v1/chat/completions", decision=
         st.builds(
             partial(replace, ORDINARY),
             stream=st.booleans(),
+            due_s=st.sampled_from([None, 0.4, 0.6]),
             is_spill=st.booleans(),
             usage=st.sampled_from([None, Usage(110, 21), Usage(90, 1)]),
             decision=st.sampled_from([UNOPPOSED, UNOPPOSED, DECISION, None]),
