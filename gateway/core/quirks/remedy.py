@@ -61,6 +61,8 @@ class Remedies:
 
     def mend(self, answer: dict[str, Any]) -> bool:
         """Correct an event or a non-streaming answer in place; return whether that changed it."""
+        if not self._active:
+            return False
         changed = False
         for index, part, finish in _parts(answer):
             for remedy in self._active:
