@@ -30,11 +30,11 @@ def classify(model: ModelPolicy, request: Request, estimate: Estimate) -> tuple[
     tokens, reasons = estimate.tokens, is_reasoning(model, request)
     for traffic_class in model.classes:
         when = traffic_class.when
-        if when.is_empty:
-            return traffic_class, "takes everything else"
         # These two decide most cases.
         if tokens < when.tokens_least or tokens > when.tokens_most or when.reasoning is (not reasons):
             continue
+        if when.is_empty:
+            return traffic_class, "takes everything else"
         if _missed(model, traffic_class, request, estimate) is None:
             return traffic_class, _reason(model, traffic_class, request, estimate)
     return None

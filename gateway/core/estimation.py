@@ -153,7 +153,7 @@ def plain_texts(
             chars_max -= len(text)
         if chars_max < 0:
             return None
-        if role == "user" and len(turn.texts) == 1:
+        if role != "assistant" and len(turn.texts) == 1:
             text = turn.texts[0].strip()
         else:
             text = _content(turn)

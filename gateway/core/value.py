@@ -3,6 +3,7 @@
 Type checkers see frozen dataclasses. At run time they are msgspec structs, which are created in C: 0.07 us
 for one of six fields, against 0.75 us for a frozen dataclass and 0.16 us for a plain one (CPython 3.11).
 They are frozen, compare and hash like frozen dataclasses, and work with `replace`, `fields` and `asdict`.
+`frozen=False` is for what is filled step by step.
 
 Objects that are created only at startup or on a policy change are ordinary frozen dataclasses.
 """

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gateway.core.quirks.remedy import Remedy
+from gateway.core.value import valueclass
 from gateway.core.values import Endpoint, Request
 
 
@@ -19,7 +20,7 @@ class RemedyRequest(Protocol):
         """Return a decoded member of its body; None if it is missing or cannot be decoded."""
 
 
-@dataclass(slots=True)
+@valueclass(frozen=False, slots=True)
 class Plan:
     """The workarounds for a request, added by the rules of its backend's quirks.
 
