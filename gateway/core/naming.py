@@ -40,6 +40,16 @@ class ModelNames:
             return data
         return data[:start] + self._member + data[start + len(self._seen) :]
 
+    def in_events(self, data: bytes) -> bytes | None:
+        """Return the same for several events of a stream; None if they have to be renamed one by one.
+
+        They do not if each has one `model` member, written like the last one that was seen.
+        """
+        members = data.count(self._seen)
+        if members != data.count(b"\n\n") or members != data.count(b'"model"'):
+            return None
+        return data if self._seen == self._member else data.replace(self._seen, self._member)
+
     def in_text(self, text: str) -> str:
         """Return an error message with the served name replaced where it is a whole word."""
         return re.sub(rf"(?<![\w/.-]){re.escape(self._served)}(?![\w/-])", lambda _: self._public, text)

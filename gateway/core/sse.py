@@ -97,14 +97,21 @@ class StreamReader:
         self._template.applies = False
         if self.fault is not None or self._done:
             return b""
-        is_whole = data.endswith(b"\n\n")  # the common case: the data ends at the end of an event
-        if is_whole and self.has_content and not self._tail and self._says_nothing(data):
-            shown = self._names.in_event(data)
-            self._template.learn(data, shown)
+        if data.endswith(b"\n\n"):  # the common case: the data ends at the end of an event
+            block = self._taken(data, b"") if self._tail else data
+        else:
+            block = self._complete_events(data)
+        if not block:
+            return b""
+        if not self.has_content or not self._says_nothing(block):
+            return b"".join(self._inspect(block))
+        is_one = block.find(b"\n\n") == len(block) - 2
+        shown = self._names.in_event(block) if is_one else self._renamed(block)
+        if not self._tail:  # the next bytes are the beginning of an event, too
+            if is_one:
+                self._template.learn(block, shown)
             self._template.applies = self._sees_all
-            return shown
-        block = self._taken(data, b"") if is_whole else self._complete_events(data)
-        return b"".join(self._inspect(block)) if block else b""
+        return shown
 
     @property
     def match(self) -> Callable[[bytes, int, int], bytes | None]:
@@ -137,25 +144,29 @@ class StreamReader:
         found = len(self._finished)
         return FewerChoices(found, self._unfinished) if found else _UNFINISHED
 
-    def _says_nothing(self, event: bytes) -> bool:
-        """Return whether `event`, received after the first content, is one event that needs no parsing.
+    def _renamed(self, events: bytes) -> bytes:
+        """Return events that need no parsing, with the public name of the model."""
+        shown = self._names.in_events(events)
+        return b"".join([self._names.in_event(one) for one in split(events)]) if shown is None else shown
+
+    def _says_nothing(self, events: bytes) -> bool:
+        """Return whether `events`, received after the first content, need no parsing.
 
         Checks for the same markers as `_WORTH_PARSING`, in the form that engines write, five times as fast.
         Events in any other form return False and are examined further.
         """
         # Not `in`: it first tries to convert the bytes to a number, and drops the exception (CPython 3.11).
-        find = event.find
-        reasons = event.count(b'"finish_reason"')
+        find = events.find
+        reasons = events.count(b'"finish_reason"')
         return (
-            find(b"\n\n") == len(event) - 2
-            and find(b"\r") < 0
+            find(b"\r") < 0
             and find(b'"error') < 0
             and find(b'"detail"') < 0
             and find(b'"usage"') < 0
             and find(b"[DONE]") < 0
             and (
-                reasons == event.count(b'"finish_reason":null')
-                or reasons == event.count(b'"finish_reason": null')
+                reasons == events.count(b'"finish_reason":null')
+                or reasons == events.count(b'"finish_reason": null')
             )
         )
 

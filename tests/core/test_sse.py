@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable, Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.core.naming import ModelNames
 from gateway.core.sse import DONE, StreamReader
@@ -63,6 +65,61 @@ def test_an_answer_passes_event_by_event(spell: Callable[[bytes], bytes]) -> Non
     assert run(subject, events) == b"".join(events)
     assert subject.is_complete
     assert subject.usage == Usage(prompt_tokens=17, completion_tokens=2)
+
+
+TOGETHER = {
+    "text": delta(" you"),
+    "spaced": delta(" two").replace(b'":', b'": '),
+    "quoted": delta(f'"model":"{SERVED}"'),
+    "other-name": delta("!").replace(SERVED.encode(), b"other"),
+    "two-names": delta("!", by={"model": "other"}),
+    "comment": b": ping\n\n",
+    "returns": delta("?").replace(b"\n", b"\r\n"),
+    "usage": USAGE,
+    "finish": delta("", finish="stop"),
+    "error": event(error={"message": "boom", "code": 500}),
+    "done": DONE,
+}
+
+
+@given(
+    st.lists(st.sampled_from(list(TOGETHER)), max_size=6),
+    st.sampled_from([SERVED, PUBLIC]),
+    st.integers(0, 1_000),
+    st.booleans(),
+)
+def test_events_that_come_together_are_relayed_as_if_each_came_alone(
+    kinds: list[str], public: str, cut: int, hides: bool
+) -> None:
+    alone, together = (reader(names=ModelNames(SERVED, public), hide_usage=hides) for _ in range(2))
+    events = [TOGETHER[kind] for kind in kinds]
+    whole = b"".join(events)
+    for subject in (alone, together):
+        subject.feed(ROLE + delta("Hello"))
+
+    passed_on = b"".join(alone.feed(one) for one in events)
+
+    assert together.feed(whole[:cut]) + together.feed(whole[cut:]) == passed_on
+    assert (together.usage, together.is_done, together.is_complete) == (
+        alone.usage,
+        alone.is_done,
+        alone.is_complete,
+    )
+    assert (together.fault and together.fault.message) == (alone.fault and alone.fault.message)
+
+
+def test_after_events_that_came_together_the_next_one_is_known_by_its_form() -> None:
+    subject = reader()
+    subject.feed(ROLE + delta("Hello"))
+    subject.feed(delta(" you"))
+    one = delta(" there")
+    assert subject.match(one, 0, len(one)) is one
+
+    subject.feed(delta(" a") + delta(" b"))
+    assert subject.match(one, 0, len(one)) is one
+
+    subject.feed(delta(" a") + delta(" b")[:-1])
+    assert subject.match(one, 0, len(one)) is None
 
 
 def test_byte_by_byte() -> None:

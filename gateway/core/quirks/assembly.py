@@ -49,7 +49,7 @@ class AssemblingReader(MendingReader):
         body |= {name: top.pop(name, None) for name in ("service_tier", "system_fingerprint", "usage")}
         return self._names.in_event(encode(body | top))
 
-    def _says_nothing(self, event: bytes) -> bool:
+    def _says_nothing(self, events: bytes) -> bool:
         return False  # every event contributes to the answer
 
     def _inspect(self, block: bytes, *, parse: bool = False) -> Iterator[bytes]:

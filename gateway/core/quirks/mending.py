@@ -64,8 +64,8 @@ class MendingReader(StreamReader):
     def _sees_all(self) -> bool:
         return self._remedies.are_idle  # an active remedy may look for something in texts
 
-    def _says_nothing(self, event: bytes) -> bool:
-        return not self._remedies.concern(event) and super()._says_nothing(event)
+    def _says_nothing(self, events: bytes) -> bool:
+        return not self._remedies.concern(events) and super()._says_nothing(events)
 
     def _inspect(self, block: bytes, *, parse: bool = False) -> Iterator[bytes]:
         return super()._inspect(block, parse=parse or self._remedies.concern(block))
