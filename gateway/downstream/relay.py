@@ -12,6 +12,7 @@ from litestar.types import Receive, Scope, Send
 
 from gateway.core.errors import BodyEncoded, BodyTooLarge, GatewayError, OutOfResources, RequestTimeout
 from gateway.core.sse import DONE
+from gateway.core.value import valueclass
 from gateway.downstream.errors import envelope, headers_of
 from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Headers
@@ -68,7 +69,7 @@ class HttpDownstream(Downstream, ABC):
         await self.send(b"data: " + envelope(error, code) + b"\n\n" + DONE)
 
 
-@dataclass(slots=True)
+@valueclass(frozen=True, slots=True)
 class Head:
     """The validated head of a request.
 

@@ -194,6 +194,16 @@ def test_a_copied_condition_knows_its_figures() -> None:
     assert copy.deepcopy(When()).is_empty
 
 
+def test_a_copied_model_knows_the_headers_in_its_conditions() -> None:
+    named = tuple(
+        TrafficClass(str(place), ("pool",), When(headers=(("x-team", teams),)))
+        for place, teams in enumerate((("a",), ("b", "c"), ()))
+    )
+    model = replace(MODEL, classes=named)
+    for made in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert made.headers == {"x-team": {"a", "b", "c"}}
+
+
 BOUNDS = st.lists(st.builds(Bound, st.sampled_from(Comparison), st.integers(0, 4)), max_size=2).map(tuple)
 WHENS = st.builds(
     When,
