@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from gateway.core.health import HealthRules
-from gateway.core.values import Policy, Pool
+from gateway.core.values import Backend, Policy, Pool
 
 REPEATED_S = HealthRules().failure_window_s
 """How long a request is remembered: as long as a failure counts."""
@@ -71,29 +71,30 @@ class Doubts:
     """Backends on which different requests have failed in a row, whoever is at fault.
 
     Attributes:
-        rows: The failures of each backend since it last answered a request. Empty most of the time.
+        rows: The failures of each backend at its URL since it last answered a request there. Mostly empty.
     """
 
     def __init__(self) -> None:
         """Start with none."""
-        self.rows: dict[str, _Row] = {}
+        self.rows: dict[tuple[str, str], _Row] = {}
 
-    def failed(self, backend: str, request: bytes, now: float) -> bool:
+    def failed(self, backend: Backend, request: bytes, now: float) -> bool:
         """Note a failure on `backend` at `now` (monotonic seconds). Return whether it is in doubt.
 
         `request` is a digest of the request.
         """
-        row = self.rows.get(backend)
+        server = (backend.id, backend.url)
+        row = self.rows.get(server)
         if row is None or now - row.last_at >= REPEATED_S:
-            row = self.rows[backend] = _Row()
+            row = self.rows[server] = _Row()
         row.last_at = now
         if len(row.requests) < ROW_MAX:
             row.requests.add(request)
         return len(row.requests) >= IN_A_ROW
 
-    def answered(self, backend: str) -> bool:
+    def answered(self, backend: Backend) -> bool:
         """Note that `backend` has begun to answer a request. Return whether it was in doubt."""
-        row = self.rows.pop(backend, None)
+        row = self.rows.pop((backend.id, backend.url), None)
         return row is not None and len(row.requests) >= IN_A_ROW
 
     def passed_over(
@@ -101,13 +102,14 @@ class Doubts:
     ) -> Mapping[str, bool]:
         """Return the backends to which other replicas are preferred, and whether they get nothing at all now.
 
-        Those that are gone, or whose last failure is long ago, are forgotten. `is_available`: whether a
-        backend would get any requests.
+        Those that are gone, or at another URL now, or whose last failure is long ago, are forgotten.
+        `is_available`: whether a backend would get any requests.
         """
-        for name, row in list(self.rows.items()):
-            if name not in policy.backends or now - row.last_at >= REPEATED_S:
-                del self.rows[name]
-        doubted = {name for name, row in self.rows.items() if len(row.requests) >= IN_A_ROW}
+        for (name, url), row in list(self.rows.items()):
+            backend = policy.backends.get(name)
+            if backend is None or backend.url != url or now - row.last_at >= REPEATED_S:
+                del self.rows[name, url]
+        doubted = {name: row for (name, _), row in self.rows.items() if len(row.requests) >= IN_A_ROW}
 
         def has_other(name: str, pool: Pool) -> bool:
             kind = policy.kinds[name]
@@ -116,7 +118,7 @@ class Doubts:
 
         pools = policy.pools.values()
         return {
-            name: now - self.rows[name].last_at < PAUSE_S
-            for name in doubted
+            name: now - row.last_at < PAUSE_S
+            for name, row in doubted.items()
             if all(has_other(name, pool) for pool in pools if name in pool.backends)
         }

@@ -18,7 +18,7 @@ from anyio.abc import TaskGroup
 from gateway.cohort import Cohort
 from gateway.core import classification, deciding, retry
 from gateway.core.admission import WHOLE
-from gateway.core.blame import IN_A_ROW, PAUSE_S, Blame, Doubts
+from gateway.core.blame import IN_A_ROW, PAUSE_S, REPEATED_S, Blame, Doubts
 from gateway.core.box_demand import class_of, servers
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
@@ -604,7 +604,7 @@ class Pipeline:
 
         async def on_answer() -> None:
             watch.answered()
-            if self._doubts.rows and self._doubts.answered(backend.id):
+            if self._doubts.rows and self._doubts.answered(backend):
                 self.room.look()  # more may start there than in doubt
             self._report(context)
             if is_seen:
@@ -628,8 +628,9 @@ class Pipeline:
             self._recorder.attempt(record)
             if record.outcome in _REFUSALS:
                 context.unreported.append(record)
-                if self._doubts.failed(backend.id, _digest(context), self._clock.now()):
-                    deadlines.loop.call_later(PAUSE_S + EARLY_S, self.room.look)
+                if self._doubts.failed(backend, _digest(context), self._clock.now()):
+                    for ends_s in (PAUSE_S, REPEATED_S):  # of its pause, and of the doubt
+                        deadlines.loop.call_later(ends_s + EARLY_S, self.room.look)
             else:
                 self._fleet.report(backend.id, record.outcome, record.detail, record.started_at)
 

@@ -1,9 +1,14 @@
 """Which failures count against a backend."""
 
+from dataclasses import replace
+
 import pytest
 from support.world import POLICY
 
 from gateway.core.blame import IN_A_ROW, KNOWN_MAX, PAUSE_S, REPEATED_S, ROW_MAX, Blame, Doubts
+
+LIGHT_0 = POLICY.backends["light-0"]
+BACKENDS = {**POLICY.backends, "gone": replace(LIGHT_0, id="gone")}
 
 
 def test_a_request_counts_once_per_backend_until_it_is_forgotten() -> None:
@@ -34,7 +39,7 @@ def doubts(*failures: tuple[str, str, float]) -> Doubts:
     """Return what is doubted after failures of a backend, by a request, at a time."""
     made = Doubts()
     for backend, request, now in failures:
-        made.failed(backend, request.encode(), now)
+        made.failed(BACKENDS[backend], request.encode(), now)
     return made
 
 
@@ -73,19 +78,33 @@ def test_a_replica_that_is_out_is_not_preferred() -> None:
 
 def test_an_answer_ends_a_doubt() -> None:
     made = doubts(*in_a_row("light-0"))
-    made.answered("light-0")
-    made.answered("light-1")
+    made.answered(LIGHT_0)
+    made.answered(BACKENDS["light-1"])
     assert not made.rows
-    assert not made.failed("light-0", b"x", 100.0)
+    assert not made.failed(LIGHT_0, b"x", 100.0)
 
 
 def test_what_is_remembered_of_a_row_has_a_bound() -> None:
     made = doubts(*(("light-0", f"{number}", 100.0) for number in range(ROW_MAX + 5)))
-    assert len(made.rows["light-0"].requests) == ROW_MAX
-    assert made.failed("light-0", b"another", 100.0)
+    assert len(made.rows["light-0", LIGHT_0.url].requests) == ROW_MAX
+    assert made.failed(LIGHT_0, b"another", 100.0)
 
 
 def test_doubts_of_backends_that_are_gone_are_forgotten() -> None:
     made = doubts(*in_a_row("gone"))
     made.passed_over(POLICY, lambda _: True, 100.0)
     assert not made.rows
+
+
+def test_a_server_is_in_no_doubt_for_what_the_one_at_the_former_url_did() -> None:
+    moved = replace(LIGHT_0, url="http://elsewhere")
+    policy = replace(POLICY, backends={**POLICY.backends, "light-0": moved})
+    made = doubts(*in_a_row("light-0"))
+    assert not made.passed_over(policy, lambda _: True, 100.0)
+    # What has begun at the former one ends there, late.
+    made.failed(LIGHT_0, b"late", 101.0)
+    for request in (b"a", b"b"):
+        assert not made.failed(moved, request, 102.0)
+    made.answered(LIGHT_0)
+    assert made.failed(moved, b"c", 103.0)
+    assert made.passed_over(policy, lambda _: True, 103.0) == {"light-0": True}

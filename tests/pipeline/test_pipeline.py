@@ -28,7 +28,7 @@ from support.world import (
 
 from gateway.core import admission
 from gateway.core.answers import MESSAGE_CHARS_MAX
-from gateway.core.blame import PAUSE_S
+from gateway.core.blame import PAUSE_S, REPEATED_S
 from gateway.core.errors import (
     BackendRejected,
     ChoicesMissing,
@@ -501,6 +501,41 @@ async def test_who_waits_for_one_in_doubt_starts_there_when_its_pause_is_over(
                 await anyio.lowlevel.checkpoint()
 
     assert world.notes.requests[3].backend == "light-0"
+    for slot in held:
+        await world.ledger.release(slot)
+
+
+async def test_who_waits_for_one_in_doubt_starts_there_when_the_doubt_is_over(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The few that it was given read their prompts for longer than a doubt lasts."""
+    monkeypatch.setattr(pipeline, "REPEATED_S", 0.5)
+    wide = Capacity(context_tokens=32_768, knee=(KneeStep(None, 8),))
+    backends = {name: replace(backend, capacity=wide) for name, backend in POLICY.backends.items()}
+    (model,) = POLICY.models
+    waits = tuple(replace(one, waiting=replace(one.waiting, max_wait_s=600.0)) for one in model.classes)
+    world.policy = replace(POLICY, backends=backends, models=(replace(model, classes=waits),))
+    world.pipeline.policy_changed()
+    for text in ("a", "b", "c"):
+        world.answers(light_0=Script(status=500), light_1=GOOD)
+        await world.run(world.request(), members={"user": text})
+    world.clock.time += PAUSE_S
+    held = [*await fill(world, "light-1", 8), *await fill(world, "push", 8)]
+    gate = anyio.Event()
+    for _ in range(PROBATION_SEQS + 1):
+        world.answers(light_0=Script([gate, ROLE + HELLO, STOP + DONE]))
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(PROBATION_SEQS + 1):
+            arrival = Arrival(f"req-{number}", 1_000_000.0, 10.0)
+            tasks.start_soon(partial(world.run, world.request(), arrival=arrival))
+        with anyio.fail_after(4):
+            await anyio.wait_all_tasks_blocked()
+            assert world.ledger.load("light-0").seqs == PROBATION_SEQS
+            world.clock.time += REPEATED_S  # before the look that the last failure has planned
+            while world.ledger.load("light-0").seqs == PROBATION_SEQS:
+                await anyio.lowlevel.checkpoint()
+        gate.set()
     for slot in held:
         await world.ledger.release(slot)
 
