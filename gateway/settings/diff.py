@@ -20,6 +20,9 @@ LIVE = frozenset(
 AT_START = tuple(name for name in Document.model_fields if name not in LIVE)
 """Sections that are read once, at startup."""
 
+LIVE_IF_HELD = frozenset({"drain"})
+"""Keys of a backend that can change at run time even if it belongs to a box; see `held`."""
+
 
 def changes(old: Document, new: Document, in_flight: Mapping[str, int]) -> Changes:
     """Return the differences. `in_flight`: running requests per backend, which finish there."""
@@ -36,7 +39,7 @@ def changes(old: Document, new: Document, in_flight: Mapping[str, int]) -> Chang
 
 
 def held(old: Document) -> frozenset[str]:
-    """Return the backends whose sections cannot change at run time: those of boxes."""
+    """Return the backends of which only `LIVE_IF_HELD` can change at run time: those of boxes."""
     return frozenset(name for box in old.boxes.values() for name in box.backends)
 
 
@@ -44,12 +47,12 @@ def _backends(old: Document, new: Document, in_flight: Mapping[str, int]) -> Ite
     for name in sorted(set(old.backends) - set(new.backends) - held(old)):
         yield f"backend {name} is gone{_finishing(in_flight.get(name, 0))}"
     for name, section in new.backends.items():
-        if name in held(old):
-            continue
         if name not in old.backends:
             yield f"backend {name} is new ({section.profile}, {section.url})"
             continue
         for path, before, after in _leaves(old.backends[name], section):
+            if name in held(old) and path not in LIVE_IF_HELD:
+                continue
             ends = _finishing(in_flight.get(name, 0)) if path == "url" else ""
             yield f"backend {name}: {path} {_shown(before)} -> {_shown(after)}{ends}"
 
@@ -129,7 +132,10 @@ def _at_start(old: Document, new: Document) -> Iterator[str]:
         if getattr(old, section) != getattr(new, section):
             yield section
     for name in sorted(held(old)):
-        if new.backends.get(name) != old.backends[name]:
+        wanted = new.backends.get(name)
+        if wanted is None or any(
+            path not in LIVE_IF_HELD for path, *_ in _leaves(old.backends[name], wanted)
+        ):
             yield f"backend {name}, which belongs to a box"
 
 

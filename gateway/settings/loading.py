@@ -5,12 +5,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from gateway.core.errors import ConfigError
 from gateway.settings import advice, policies, references, shape
-from gateway.settings.diff import AT_START, LIVE, held
+from gateway.settings.diff import AT_START, LIVE, LIVE_IF_HELD, held
 from gateway.settings.document import Document
 from gateway.settings.problems import Finding, Problem
 from gateway.settings.resolved import Settings
@@ -81,7 +82,10 @@ def beside(started: Settings, running: Settings, new: Settings) -> Settings:
     kept, wanted = started.tree.data, new.tree.data
     data = {name: value for name, value in wanted.items() if name in LIVE}
     data |= {name: kept[name] for name in AT_START if name in kept}
-    data["backends"] = data["backends"] | {name: kept["backends"][name] for name in held(running.document)}
+    data["backends"] = data["backends"] | {
+        name: _held_back(kept["backends"][name], wanted["backends"].get(name))
+        for name in held(running.document)
+    }
     try:
         document = Document.model_validate(data)
     except ValidationError as error:
@@ -100,6 +104,14 @@ def beside(started: Settings, running: Settings, new: Settings) -> Settings:
             )
     message = "together with settings that cannot change while the gateway runs: "
     raise ConfigError("\n".join(f"{'.'.join(map(str, one.path))}: {message}{one.message}" for one in found))
+
+
+def _held_back(section: Mapping[str, Any], wanted: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the section of a backend that cannot change at run time, with what can change of it."""
+    if wanted is None:
+        return section
+    fixed = {key: value for key, value in section.items() if key not in LIVE_IF_HELD}
+    return fixed | {key: value for key, value in wanted.items() if key in LIVE_IF_HELD}
 
 
 def _read(

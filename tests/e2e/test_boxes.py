@@ -526,3 +526,20 @@ async def test_jobs_that_wait_in_the_store_are_one_batch_and_one_swap(tmp_path: 
         stays = [stay.engine_s / (SPEED / 3) for stay in machine.residencies if stay.engine_s is not None]
         assert min(stays) >= 0.5
         assert one.is_unharmed()
+
+
+async def test_a_model_of_a_box_is_drained_without_a_restart(tmp_path: Path) -> None:
+    async with boxed(tmp_path) as site:
+        document = yaml.safe_load((tmp_path / "gateway.yaml").read_text())
+
+        async def drain(*, is_on: bool) -> None:
+            document["backends"]["gemma"]["drain"] = is_on
+            found = await site.gateway.reloader.put(yaml.safe_dump(document).encode())
+            assert (found.error, found.changes.at_start) == ("", ())
+
+        await drain(is_on=True)
+        assert (await site.ask("gemma")).status_code == 503
+        assert (await site.ask("qwen")).status_code == 200
+        await drain(is_on=False)
+        assert (await site.ask("gemma")).status_code == 200
+        assert site.is_unharmed()

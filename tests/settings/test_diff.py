@@ -146,6 +146,33 @@ def test_what_needs_a_restart(edit: Edit, said: tuple[str, ...]) -> None:
     assert changes(document(), document(edit), {}) == Changes(at_start=said)
 
 
+def boxed(edit: Edit = lambda _: None) -> Document:
+    def both(data: dict[str, Any]) -> None:
+        turns: dict[str, Any] = {"light-0": {"sleep": {}}, "push": {"sleep": {}}}
+        data["boxes"] = {"spark": {"default": "push", "backends": turns}}
+        edit(data)
+
+    return document(both)
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (set_at("backends", "push", "drain", True), Changes(("backend push: drain false -> true",))),
+        (
+            set_at("backends", "push", "model", "gemma"),
+            Changes(at_start=("backend push, which belongs to a box",)),
+        ),
+        (
+            set_at("backends", "push", {**BASE["backends"]["push"], "url": "http://h:1", "drain": True}),
+            Changes(("backend push: drain false -> true",), ("backend push, which belongs to a box",)),
+        ),
+    ],
+)
+def test_a_backend_of_a_box_can_be_drained_and_nothing_else(edit: Edit, said: Changes) -> None:
+    assert changes(boxed(), boxed(edit), {}) == said
+
+
 def test_every_section_is_one_or_the_other() -> None:
     from gateway.settings.diff import AT_START, LIVE
 
