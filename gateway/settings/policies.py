@@ -69,11 +69,14 @@ thousandth of any real one."""
 
 def policy_of(document: Document, version: str) -> Policy:
     """Return the policy: everything that decides where a request goes."""
+    budgets_s = {name: box.boot_budget_s for box in document.boxes.values() for name in box.backends}
     return Policy(
         models=tuple(_model(name, section) for name, section in document.models.items()),
         pools=_pools(document),
         backends={
-            name: _backend(name, section, resolve(document.profiles, section.profile))
+            name: _backend(
+                name, section, resolve(document.profiles, section.profile), budgets_s.get(name, 0.0)
+            )
             for name, section in document.backends.items()
         },
         weights=Weights(**document.routing.weights.model_dump()),
@@ -228,7 +231,8 @@ def _given(section: Section) -> dict[str, Any]:
 # ------------------------------------------------------------------ backends
 
 
-def _backend(name: str, section: BackendSection, profile: Profile) -> Backend:
+def _backend(name: str, section: BackendSection, profile: Profile, box_budget_s: float) -> Backend:
+    """Return a backend. `box_budget_s`: what its box allows for a boot, which is no fault until then."""
     return Backend(
         id=name,
         url=section.url,
@@ -237,7 +241,7 @@ def _backend(name: str, section: BackendSection, profile: Profile) -> Backend:
         capacity=_capacity(profile.capacity, section),
         modalities=_modalities(profile.modalities, section),
         tokens_per_s=profile.perf.lone_tokens_per_s(),
-        boot_budget_s=section.boot_budget_s or profile.boot_budget_s,
+        boot_budget_s=max(section.boot_budget_s or profile.boot_budget_s, box_budget_s),
         drain=section.drain,
         perf=profile.perf,
         batched_tokens=profile.flags.max_num_batched_tokens,

@@ -41,6 +41,15 @@ def test_a_box_yields_its_rules(loaded: Callable[[str], Settings]) -> None:
     assert "box spark: gemma, qwen take turns; gemma by default" in settings.summary
 
 
+def test_a_boot_within_the_budget_of_the_box_is_no_fault_of_its_backend(
+    loaded: Callable[[str], Settings],
+) -> None:
+    settings = loaded(BOXED.replace("launch_record: launches.json", "boot_budget_s: 1200"))
+    assert [one.boot_budget_s for one in settings.policy().backends.values()] == [1200.0, 1200.0]
+    longer = BOXED.replace("9002, profile: spark-nvfp4", "9002, profile: spark-nvfp4, boot_budget_s: 1800")
+    assert loaded(longer).policy().backends["qwen"].boot_budget_s == 1800.0
+
+
 @pytest.mark.parametrize(
     ("good", "bad", "message"),
     [
