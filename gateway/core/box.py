@@ -200,6 +200,7 @@ class Observation:
         lost: Backends with a closed port, or that have not responded for long.
         restarts: Number of restarts noticed per backend.
         misfits: Per backend, what is wrong with its engine's version.
+        unready: Per backend that is not ready, what keeps it from that, as far as its probes have shown.
     """
 
     in_flight: Mapping[str, int] = field(default_factory=dict)
@@ -208,6 +209,7 @@ class Observation:
     lost: frozenset[str] = frozenset()
     restarts: Mapping[str, int] = field(default_factory=dict)
     misfits: Mapping[str, str] = field(default_factory=dict)
+    unready: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,13 +539,22 @@ def _booting(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
         box = replace(box, boot_s={**box.boot_s, box.backend: now - box.since}, swaps=box.swaps + 1)
         return _check(box, now, f"answers, after {now - box.since:.0f} s")
     if now - box.since >= rules.boot_budget_s:
-        why = f"no answer {rules.boot_budget_s:.0f} s after its start"
-        if not box.is_started:  # with the reason of the failed attempt, if one has
-            why = f"not started within {rules.boot_budget_s:.0f} s: {box.reason}"
-        return _quarantined(box, why, now, rules)
+        return _quarantined(box, _why_not_ready(box, look, rules), now, rules)
     if _is_time(box, now):
         return _order(box, Task.START, box.backend)
     return box, ()
+
+
+def _why_not_ready(box: Box, look: Observation, rules: BoxRules) -> str:
+    """Return why a boot has taken longer than its budget, as far as that is known."""
+    budget, cause = f"{rules.boot_budget_s:.0f} s", look.unready.get(box.backend)
+    if box.is_started and cause:
+        return f"not ready {budget} after its start: {cause}"
+    if box.is_started:
+        return f"no answer {budget} after its start"
+    if box.tries > 1 or box.retry_at is not None:
+        return f"not started within {budget}: {box.reason}"
+    return f"its start has not ended {budget} after it was ordered"
 
 
 # ---- transitions by reports

@@ -314,12 +314,13 @@ class BoxController:
         statuses = self._fleet.statuses()
         mine = {name: statuses[name] for name in kept.backends}
         known = {name: status for name, status in mine.items() if status.served_models}
+        ready = self._ready(kept)
         # A model that died before this process saw it up still seems to be booting. After READY_S it is lost.
         is_long_in = self._clock.now() - kept.box.resident_since > READY_S
         return Observation(
             in_flight={name: self._ledger.load(name).seqs for name in mine},
             wants=self._wants(kept),
-            ready=self._ready(kept),
+            ready=ready,
             lost=frozenset(
                 name
                 for name, one in mine.items()
@@ -330,6 +331,11 @@ class BoxController:
                 name: wrong
                 for name, one in known.items()
                 if (wrong := versions.misfit(kept.backends[name].versions, one.version))
+            },
+            unready={
+                name: cause.removeprefix("probe: ")
+                for name, one in mine.items()
+                if name not in ready and (cause := one.model_error or one.last_error)
             },
         )
 

@@ -450,6 +450,17 @@ def test_a_boot_beyond_its_budget_is_not_tried_again() -> None:
     gemma_is_booted_instead(box)
 
 
+def test_a_boot_beyond_its_budget_says_what_keeps_it() -> None:
+    box = booting_qwen().look(600, unready={"qwen": "/health: HTTP 503", "gemma": "connection refused"})
+    assert box.box.quarantine["qwen"].reason == "not ready 600 s after its start: /health: HTTP 503"
+    gemma_is_booted_instead(box)
+
+
+def test_a_start_that_does_not_end_within_the_budget_is_called_that() -> None:
+    box = booting_qwen(is_started=False).look(600, unready={"qwen": "connection refused"})
+    assert box.box.quarantine["qwen"].reason == "its start has not ended 600 s after it was ordered"
+
+
 def test_a_start_that_failed_until_the_budget_was_over_says_why() -> None:
     box = booting_qwen(is_started=False).look(590).done("no route")
     box.look(10)

@@ -246,7 +246,7 @@ async def test_a_boot_that_never_answers_is_quarantine_and_the_other_one_serves(
     ):
         await site.resident("gemma")
         assert (await site.ask("qwen")).status_code == 503
-        assert site.box().quarantine["qwen"].reason == "no answer 3 s after its start"
+        assert site.box().quarantine["qwen"].reason == "not ready 3 s after its start: connection refused"
         await site.resident("gemma")
         assert site.is_unharmed()
 
