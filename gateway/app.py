@@ -30,6 +30,7 @@ from gateway.core.health import (
     EngineSample,
     State,
 )
+from gateway.core.jobs import lane_of
 from gateway.core.reloads import Reload
 from gateway.core.selection import BackendView, unavailable_reason
 from gateway.core.trace import passed_on
@@ -165,27 +166,6 @@ class Gateway:
             on_swap=lambda box_id, swap: self.metrics.box_swapped(box_id, swap),
         )
         self.metrics = Metrics()
-        gauges.register(
-            self.metrics.registry,
-            backends=lambda: self.policy.backends,
-            loads=self.ledger.loads,
-            statuses=self.fleet.statuses,
-            drifts=self.drift.drifts,
-            count_drifts=self.counts.drifts,
-            snapshots=watch.snapshots,
-            waiting=line.waiting,
-            oldest_waits_s=lambda: line.oldest_waits_s(self.clock.now()),
-            wait_limits_s=lambda: {
-                (model.id, one.name): one.waiting.longest_wait_s
-                for model in self.policy.models
-                for one in model.classes
-            },
-            wants=lambda: line.wants(self.policy.backends),
-            boxes=self.boxes.snapshots,
-            dropped_lines=logs.dropped_lines,
-            replicas=lambda: self._store.replicas if self._store else 1,
-            store_modes=lambda: self._store.modes() if self._store else {},
-        )
         self.metrics.boxes_known({name: box.backends for name, box in settings.boxes.items()})
         self.metrics.config_in_force(self.policy.version, self.policy.backends, self.clock.wall())
         self.loop_watch = LoopWatch(self.metrics.registry, self.clock)
@@ -212,6 +192,32 @@ class Gateway:
             clock=self.clock,
             objections=self.boxes.objections,
             cohort=cohort,
+        )
+        gauges.register(
+            self.metrics.registry,
+            backends=lambda: self.policy.backends,
+            loads=self.ledger.loads,
+            statuses=self.fleet.statuses,
+            drifts=self.drift.drifts,
+            count_drifts=self.counts.drifts,
+            snapshots=watch.snapshots,
+            waiting=line.waiting,
+            oldest_waits_s=lambda: line.oldest_waits_s(self.clock.now()),
+            wait_limits_s=lambda: {
+                (model.id, one.name): one.waiting.longest_wait_s
+                for model in self.policy.models
+                for one in model.classes
+            },
+            served=lambda: {
+                (model.id, one.name): self.pipeline.can_run_lane(lane_of(model.id, one.name))
+                for model in self.policy.models
+                for one in model.classes
+            },
+            wants=lambda: line.wants(self.policy.backends),
+            boxes=self.boxes.snapshots,
+            dropped_lines=logs.dropped_lines,
+            replicas=lambda: self._store.replicas if self._store else 1,
+            store_modes=lambda: self._store.modes() if self._store else {},
         )
         digests = settings.key_digests(environ) or {}
         self.keys = KeyRing(digests)

@@ -86,6 +86,7 @@ def all_metrics() -> CollectorRegistry:
         "wait_limits_s",
         "wants",
         "boxes",
+        "served",
         "store_modes",
     )
     metrics = Metrics()

@@ -33,18 +33,21 @@ def register(
     store_modes: Callable[[], Mapping[str, bool]],
     oldest_waits_s: Callable[[], Mapping[tuple[str, str], float]],
     wait_limits_s: Callable[[], Mapping[tuple[str, str], float]],
+    served: Callable[[], Mapping[tuple[str, str], bool]],
     wants: Callable[[], Mapping[str, Backlog]],
     boxes: Callable[[], Mapping[str, BoxSnapshot]],
     dropped_lines: Callable[[], int],
 ) -> None:
     """Read gauges from these callables when scraped: per backend id; queues per (model, class).
 
-    `store_modes` returns, per way of counting slots, whether it is in force; empty without a store.
+    `served` returns whether a class has a backend that is up, or that its box can bring in. `store_modes`
+    returns, per way of counting slots, whether it is in force; empty without a store.
     `dropped_lines` returns the number of dropped log lines.
     """
     registry.register(_AtScrape(lambda: _backends(backends(), loads(), statuses(), drifts(), count_drifts())))
     registry.register(_AtScrape(lambda: _knees(snapshots())))
     registry.register(_AtScrape(lambda: _queues(waiting(), oldest_waits_s(), wait_limits_s(), wants())))
+    registry.register(_AtScrape(lambda: _classes(served())))
     registry.register(_AtScrape(lambda: _boxes(boxes())))
     registry.register(_AtScrape(lambda: _store(replicas(), store_modes())))
     registry.register(_AtScrape(lambda: _log(dropped_lines())))
@@ -154,6 +157,18 @@ def _knees(snapshots: Mapping[str, BackendSnapshot]) -> Iterator[Metric]:
                 most = "+Inf" if step.prompt_tokens_max is None else str(step.prompt_tokens_max)
                 seqs.add_metric([name, most, found.confidence.value], found.seqs)
     yield from (share, tpot, seqs)
+
+
+def _classes(served: Mapping[tuple[str, str], bool]) -> Iterator[Metric]:
+    """Yield the gauge of whether any backend can serve a class."""
+    found = GaugeMetricFamily(
+        "gateway_class_served",
+        "1 while a backend of the class can be given requests, capacity aside, or brought in by its box.",
+        labels=["model", "traffic_class"],
+    )
+    for (model, traffic_class), is_served in served.items():
+        found.add_metric([model, traffic_class], float(is_served))
+    yield found
 
 
 def _queues(

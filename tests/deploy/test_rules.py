@@ -55,7 +55,7 @@ UP = 'up{job="gemma-gateway",instance="a"}'
 OPEN = 'process_open_fds{job="gemma-gateway",instance="a"}'
 MOST = 'process_max_fds{job="gemma-gateway",instance="a"}'
 STATE = 'gateway_backend_state{instance="a",backend="light-0",state="%s"}'
-USABLE = 'gateway_backend_usable{instance="a",backend="%s"}'
+SERVED = 'gateway_class_served{instance="%s",model="m",traffic_class="%s"}'
 DRAINED = 'gateway_backend_drained{instance="a",backend="light-0"}'
 ALONE = 'gateway_store_mode{instance="a",mode="alone"}'
 RELOADED = 'gateway_config_last_reload_successful{instance="a"}'
@@ -83,23 +83,21 @@ CASES = [
     Case(
         "GatewayDown", {UP: "1x5 0x10"}, 9, "a cannot be scraped", {"job": "gemma-gateway", "instance": "a"}
     ),
-    Case("GatewayNoBackend", {USABLE % "light-0": "0x20", USABLE % "light-1": "1x20"}, 9),
+    Case("GatewayNoBackend", {SERVED % ("a", "chat"): "0x20", SERVED % ("a", "docs"): "1x20"}, 9),
     Case(
         "GatewayNoBackend",
-        {USABLE % "light-0": "1x5 0x10", USABLE % "light-1": "0x20"},
+        {SERVED % ("a", "chat"): "1x5 0x10", SERVED % ("a", "docs"): "0x20", SERVED % ("b", "docs"): "1x20"},
         9,
         "a has no backend that can take requests",
         {"instance": "a"},
     ),
+    Case("GatewayClassNoBackend", {SERVED % ("a", "docs"): "0x20", SERVED % ("b", "docs"): "1x20"}, 9),
     Case(
-        "GatewayNoBackend", {USABLE % "light-0": "0x20", BOX % "booting": "1x20", BOX % "failed": "0x20"}, 9
-    ),
-    Case(
-        "GatewayNoBackend",
-        {USABLE % "light-0": "0x20", BOX % "booting": "0x20", BOX % "resident": "1x20"},
+        "GatewayClassNoBackend",
+        {SERVED % ("a", "docs"): "0x20", SERVED % ("b", "docs"): "0x20", SERVED % ("a", "chat"): "1x20"},
         9,
-        "a has no backend that can take requests",
-        {"instance": "a"},
+        "no backend can take requests for m/docs",
+        {"model": "m", "traffic_class": "docs"},
     ),
     Case("GatewayRequestsFail", requests("completed", 199) | requests("broken", 1), 20),
     Case(

@@ -196,6 +196,7 @@ async def test_operators_see_what_decides_and_what_comes_next(tmp_path: Path) ->
         assert 'gateway_box_state{box="spark",state="resident"} 1.0' in page
         assert 'gateway_box_waiting{backend="qwen",box="spark"} 1.0' in page
         assert 'gateway_box_swap_planned{backend="qwen",box="spark",cause="age"} 1.0' in page
+        assert 'gateway_class_served{model="qwen",traffic_class="work"} 1.0' in page
         # Its port is closed on purpose: that is neither booting nor a fault.
         assert (backends["qwen"]["state"], backends["qwen"]["last_error"]) == ("out", "")
 
@@ -218,6 +219,10 @@ async def test_a_model_that_answers_nonsense_never_gets_a_request(tmp_path: Path
         assert (await site.ask("gemma")).status_code == 200
         status = site.gateway.fleet.statuses()["qwen"]
         assert (status.state.value, status.reason[:29]) == ("out", "in quarantine: canary failed:")
+        async with httpx.AsyncClient(trust_env=False) as http:
+            page = (await http.get(f"{site.admin_url}/metrics")).text
+        served = re.findall(r'gateway_class_served\{model="(\w+)",traffic_class="work"\} (\S+)', page)
+        assert served == [("gemma", "1.0"), ("qwen", "0.0")]
         assert site.is_unharmed()
 
 

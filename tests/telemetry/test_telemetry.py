@@ -97,7 +97,7 @@ ATTEMPT = AttemptRecord("light-0", "light", "short_chat", Outcome.FAILED, "statu
 def metrics(**fields: object) -> Metrics:
     nothing = (
         *("loads", "statuses", "drifts", "count_drifts", "snapshots", "waiting", "store_modes"),
-        *("oldest_waits_s", "wait_limits_s", "wants", "boxes"),
+        *("oldest_waits_s", "wait_limits_s", "wants", "boxes", "served"),
     )
     sources = {"backends": lambda: BACKENDS, "replicas": lambda: 1, "dropped_lines": int}
     subject = Metrics()
@@ -283,6 +283,7 @@ def test_gauges_are_read_when_asked_for() -> None:
         waiting=lambda: {("gemma-4", "short_chat"): 3, ("gemma-4", "removed"): 1, ("qwen", "removed"): 0},
         oldest_waits_s=lambda: {("gemma-4", "short_chat"): 12.5, ("gemma-4", "removed"): 2.5},
         wait_limits_s=lambda: {("gemma-4", "short_chat"): 15.0, ("gemma-4", "idle"): 60.0},
+        served=lambda: {("gemma-4", "short_chat"): True},
         wants=lambda: {"light-0": Backlog(3, 1.0), "push": Backlog()},
     )
 
@@ -299,6 +300,7 @@ def test_gauges_are_read_when_asked_for() -> None:
     assert value(subject, "gateway_waiting", **line) == 3
     assert value(subject, "gateway_oldest_wait_seconds", **line) == 12.5
     assert value(subject, "gateway_wait_limit_seconds", **line) == 15
+    assert value(subject, "gateway_class_served", **line) == 1
     idle = {"model": "gemma-4", "traffic_class": "idle"}  # nobody has ever waited there
     assert value(subject, "gateway_waiting", **idle) == 0
     assert value(subject, "gateway_oldest_wait_seconds", **idle) == 0
