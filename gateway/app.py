@@ -215,6 +215,7 @@ class Gateway:
             },
             wants=lambda: line.wants(self.policy.backends),
             boxes=self.boxes.snapshots,
+            objections=self.boxes.objections,
             dropped_lines=logs.dropped_lines,
             replicas=lambda: self._store.replicas if self._store else 1,
             store_modes=lambda: self._store.modes() if self._store else {},

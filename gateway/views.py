@@ -90,7 +90,7 @@ class Views:
     def backends(self) -> Mapping[str, Any]:
         """Return all backends."""
         policy, now, snapshots = self._policy(), self._clock.now(), self._watch.snapshots()
-        loads, statuses = self._ledger.loads(), self._fleet.statuses()
+        loads, statuses, objections = self._ledger.loads(), self._fleet.statuses(), self._boxes.objections()
         pools = {
             name: [pool.id for pool in policy.pools.values() if name in pool.backends]
             for name in policy.backends
@@ -101,7 +101,7 @@ class Views:
                 "profile": backend.profile,
                 "pools": pools[name],
                 "drain": backend.drain,
-                "kept_out": ": ".join(unavailable_reason(backend, status) or ()),
+                "kept_out": ": ".join(unavailable_reason(backend, status) or objections.get(name) or ()),
                 "quirks": backend.quirks,
                 "in_flight": load.seqs,
                 "knee_seqs": admission.knee_seqs(backend.capacity, 0),

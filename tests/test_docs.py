@@ -87,6 +87,7 @@ def all_metrics() -> CollectorRegistry:
         "wants",
         "boxes",
         "served",
+        "objections",
         "store_modes",
     )
     metrics = Metrics()

@@ -93,6 +93,7 @@ function boxWords(name, box) {
   const soon = next.in_s === null ? "" : ` in ${clock(next.in_s)}`;
   const waits = box.waiting[name]?.requests;
   const queue = waits ? `; ${number(waits)} waiting for it` : "";
+  if (!box.backend) return `${box.id}: ${words(box.state)}${box.reason ? `: ${box.reason}` : ""}${queue}`;
   if (box.backend === name) {
     const leaves = next.backend && next.backend !== name ? `; then ${next.backend}${soon}` : "";
     return `${box.id}: ${words(box.state)}${leaves}${queue}`;

@@ -14,7 +14,7 @@ from gateway.core.drift import Drift
 from gateway.core.health import BackendStatus, State
 from gateway.core.selection import unavailable_reason
 from gateway.core.swap_policy import Backlog
-from gateway.core.values import Backend, Load
+from gateway.core.values import Backend, Load, Objection
 from gateway.pipeline import BackendSnapshot
 from gateway.pipeline.box_controller import BoxSnapshot
 
@@ -36,15 +36,19 @@ def register(
     served: Callable[[], Mapping[tuple[str, str], bool]],
     wants: Callable[[], Mapping[str, Backlog]],
     boxes: Callable[[], Mapping[str, BoxSnapshot]],
+    objections: Callable[[], Mapping[str, Objection]],
     dropped_lines: Callable[[], int],
 ) -> None:
     """Read gauges from these callables when scraped: per backend id; queues per (model, class).
 
+    `objections` returns why the box of a backend keeps it from serving.
     `served` returns whether a class has a backend that is up, or that its box can bring in. `store_modes`
     returns, per way of counting slots, whether it is in force; empty without a store.
     `dropped_lines` returns the number of dropped log lines.
     """
-    registry.register(_AtScrape(lambda: _backends(backends(), loads(), statuses(), drifts(), count_drifts())))
+    registry.register(
+        _AtScrape(lambda: _backends(backends(), loads(), statuses(), objections(), drifts(), count_drifts()))
+    )
     registry.register(_AtScrape(lambda: _knees(snapshots())))
     registry.register(_AtScrape(lambda: _queues(waiting(), oldest_waits_s(), wait_limits_s(), wants())))
     registry.register(_AtScrape(lambda: _classes(served())))
@@ -67,6 +71,7 @@ def _backends(
     backends: Mapping[str, Backend],
     loads: Mapping[str, Load],
     statuses: Mapping[str, BackendStatus],
+    objections: Mapping[str, Objection],
     drifts: Mapping[str, Drift],
     count_drifts: Mapping[str, CountDrift],
 ) -> Iterator[Metric]:
@@ -105,7 +110,7 @@ def _backends(
         load, status = loads.get(name, Load()), statuses.get(name, BackendStatus())
         values: dict[str, float] = {
             "gateway_in_flight": load.seqs,
-            "gateway_backend_usable": unavailable_reason(backend, status) is None,
+            "gateway_backend_usable": name not in objections and unavailable_reason(backend, status) is None,
             "gateway_backend_drained": backend.drain,
             "gateway_knee_seqs": backend.capacity.knee[0].seqs,
             "gateway_knee_used_ratio": load.share / admission.WHOLE,

@@ -239,8 +239,13 @@ async def test_a_box_on_which_nothing_answers_correctly_is_not_ready(tmp_path: P
         statuses = site.gateway.fleet.statuses
         await site.until(lambda: any(status.state is Health.UP for status in statuses().values()))
         ready = await http.get(f"{site.url}/readyz")
+        backends = (await http.get(f"{site.admin_url}/admin/backends")).json().values()
+        page = (await http.get(f"{site.admin_url}/metrics")).text
 
     assert (ready.status_code, ready.json()["checks"]["a_backend_is_up"]) == (503, False)
+    (kept_out,) = [backend["kept_out"] for backend in backends if backend["state"] == "up"]
+    assert kept_out.startswith("unhealthy: in quarantine: canary failed:")
+    assert re.findall(r"gateway_backend_usable\{.*\} (\S+)", page) == ["0.0", "0.0"]
 
 
 async def test_a_boot_that_never_answers_is_quarantine_and_the_other_one_serves(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ ATTEMPT = AttemptRecord("light-0", "light", "short_chat", Outcome.FAILED, "statu
 def metrics(**fields: object) -> Metrics:
     nothing = (
         *("loads", "statuses", "drifts", "count_drifts", "snapshots", "waiting", "store_modes"),
-        *("oldest_waits_s", "wait_limits_s", "wants", "boxes", "served"),
+        *("oldest_waits_s", "wait_limits_s", "wants", "boxes", "served", "objections"),
     )
     sources = {"backends": lambda: BACKENDS, "replicas": lambda: 1, "dropped_lines": int}
     subject = Metrics()
