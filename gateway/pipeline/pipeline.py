@@ -28,6 +28,7 @@ from gateway.core.errors import (
     AtCapacity,
     Draining,
     GatewayError,
+    NoBackend,
     OutOfResources,
     ShedError,
     StreamBroken,
@@ -388,6 +389,7 @@ class Pipeline:
                 continue
             except ShedError as shed:
                 if failure is None or isinstance(shed, AtCapacity | Draining):
+                    self._check_fit_now(context, ticket, shed)
                     raise
                 if unfit and may_ask_again:  # these backends are healthy, and may sample a different answer
                     may_ask_again, ticket = False, replace(ticket, failed=ticket.failed - unfit)
@@ -577,6 +579,19 @@ class Pipeline:
         refusal = deciding.refusal(ticket.traffic_class, decision, views)
         if refusal is not None:
             raise refusal
+
+    def _check_fit_now(self, context: RequestContext, ticket: Ticket, shed: ShedError) -> None:
+        """Reject a request for which its backends have turned out too small while it waited.
+
+        An engine that comes up, as when its box brings it in, may have a smaller window than is configured.
+
+        Raises:
+            CallerError: its message says what to change.
+        """
+        policy, decision = self._policy(), context.decision
+        if isinstance(shed, NoBackend) and policy is ticket.policy and decision is not None:
+            model = deciding.model_of(policy, context.incoming.request.model)
+            self._check_fit(self._ticket(policy, model, context.incoming, decision.estimate)[0], ticket)
 
     # -------------------------------------------------------------- relay, account
 

@@ -1285,6 +1285,25 @@ async def refused_in_the_end(world: World) -> GatewayError:
     return await told_after(world, world.request(), lose_patience)
 
 
+async def test_who_waits_for_an_engine_that_comes_up_with_a_smaller_window_is_told_what_to_change(
+    world: World,
+) -> None:
+    """As when its box brings it in: before that, only its configured window is known."""
+    world.objections = dict.fromkeys(POLICY.backends, (Exclusion.SWAPPED_OUT, "its model is out"))
+
+    def come_up() -> None:
+        world.objections = {}
+        for name, status in world.fleet.known.items():
+            world.fleet.known[name] = replace(status, context_tokens=16)
+        world.pipeline.room.look()
+
+    error = await told_after(world, world.request(), come_up)
+
+    assert error.status == 400
+    assert "this model holds 16 tokens" in error.message
+    assert world.notes.requests[0].ending is Ending.REJECTED
+
+
 async def test_a_full_fleet_is_429_when_its_patience_has_run_out(world: World) -> None:
     held = [slot for name in world.policy.backends for slot in await fill(world, name)]
 
