@@ -10,7 +10,6 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Protocol
@@ -34,6 +33,7 @@ from gateway.core.jobs import lane_of
 from gateway.core.reloads import Reload
 from gateway.core.selection import BackendView, unavailable_reason
 from gateway.core.trace import passed_on
+from gateway.core.value import valueclass
 from gateway.core.values import Backend, Load, Policy
 from gateway.core.waiting import WaitingLine
 from gateway.downstream.config_routes import config_handlers
@@ -86,7 +86,7 @@ and then never responds."""
 _LOST = frozenset({State.HUNG, State.DOWN})
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Running:
     """A running gateway.
 

@@ -5,7 +5,6 @@ Each port method is documented here, once. The errors named are those of core/er
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gateway.core.batches import (
@@ -380,7 +379,7 @@ class Switch(Protocol):
         """Send a model its canary request. Return "" or why it failed the check."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Board:
     """The contents of a box's board.
 

@@ -15,7 +15,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import anyio
 from anyio.abc import Process
@@ -23,6 +23,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from gateway import interpreters
 from gateway.core.errors import ConfigError, StartupBlocked
+from gateway.core.value import valueclass
 from gateway.events import about
 from gateway.exiting import FAILURE, RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, TOLD_S
 from gateway.reload import LOOK_S, in_thread
@@ -55,7 +56,7 @@ STOP = b"!"
 REREAD = b"r"
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Order:
     """A worker's configuration at startup.
 
@@ -82,7 +83,7 @@ class Order:
     beat_s: float = BEAT_S
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Report:
     """A worker's single reply: it accepts connections, or its configuration is unusable.
 
@@ -95,7 +96,7 @@ class Report:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Serving:
     """Workers that accept connections.
 

@@ -5,12 +5,13 @@ Uses the gateway's own decision code, without sending anything.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 from gateway.core import admission, classification, deciding
 from gateway.core.errors import CallerError, Unauthorized
 from gateway.core.request_features import matched_headers
 from gateway.core.selection import BackendView
+from gateway.core.value import valueclass
 from gateway.core.values import (
     Decision,
     Endpoint,
@@ -44,7 +45,7 @@ _REFERS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class ClassVerdict:
     """The verdict on one class of the model: whether it matched, and why or why not."""
 
@@ -53,7 +54,7 @@ class ClassVerdict:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Outlook:
     """The queue in front of the request.
 
@@ -69,7 +70,7 @@ class Outlook:
     max_wait_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Explanation:
     """A decision and its explanation.
 
@@ -100,7 +101,7 @@ class Explanation:
         return indented(self).decode()
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Refusal:
     """The error the gateway would return before considering any backend."""
 
@@ -113,7 +114,7 @@ class Refusal:
         return json.dumps({"refused": asdict(self)}, indent=2)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Asked:
     """A parsed request.
 

@@ -18,11 +18,12 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from json.encoder import encode_basestring_ascii
 from typing import Any, NoReturn
 
+from gateway.core.value import valueclass
 from gateway.core.value_limit import CONTAINERS_MAX, SMALL_BYTES, VALUES_MAX, is_crowded
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/responses")
@@ -76,7 +77,7 @@ _FINAL = frozenset({BatchStatus.FAILED, BatchStatus.COMPLETED, BatchStatus.EXPIR
 # ------------------------------------------------------------------ the input file
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class BatchLine:
     """A request in an input file.
 
@@ -91,7 +92,7 @@ class BatchLine:
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class BatchLineError:
     """An error in an input file.
 
@@ -118,7 +119,7 @@ LINE_BYTES_MAX = 32 * 1024 * 1024
 """Maximum size of a line: the default maximum of a request body."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class RawLine:
     """A line of a file.
 
@@ -298,7 +299,7 @@ def _is_broken(text: str) -> bool:
 # ------------------------------------------------------------------ the batch
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Batch:
     """A batch as its owner sees it.
 
@@ -395,7 +396,7 @@ class BatchLost(Exception):
     """Another runner has the batch, it is over, or the store has lost some of its progress."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class BatchClaim:
     """A batch leased by a runner.
 
@@ -412,7 +413,7 @@ class BatchClaim:
     offset: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class RunningLine:
     """A line that is a job.
 
@@ -427,7 +428,7 @@ class RunningLine:
     custom_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class BatchSnapshot:
     """The current state of a batch.
 

@@ -35,7 +35,7 @@ Times are arguments, monotonic seconds.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import StrEnum
 
 from gateway.core.swap_policy import (
@@ -49,6 +49,7 @@ from gateway.core.swap_policy import (
     plan,
     should_cancel,
 )
+from gateway.core.value import valueclass
 from gateway.core.values import Exclusion, Objection
 
 COMMAND_TRIES = 3
@@ -89,7 +90,7 @@ class Task(StrEnum):
     CHECK = "check"  # send the canary request
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Order:
     """A command to carry out. Its report repeats `number`; `backend` is "" for INSPECT."""
 
@@ -98,7 +99,7 @@ class Order:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class BoxRules:
     """Rules for one box.
 
@@ -115,7 +116,7 @@ class BoxRules:
     settle_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Quarantine:
     """Why a backend is not started any more.
 
@@ -130,7 +131,7 @@ class Quarantine:
     gone: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Box:
     """The state of a box.
 
@@ -189,7 +190,7 @@ class Box:
 # ------------------------------------------------------------------ events
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Observation:
     """An observation of the world. Occurs about once a second, and after every change.
 
@@ -212,7 +213,7 @@ class Observation:
     unready: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class OwnershipTaken:
     """This process has become the owner: any order in progress is issued again.
 
@@ -226,7 +227,7 @@ class OwnershipTaken:
     is_first: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Inspected:
     """INSPECT has ended: the models that are in."""
 
@@ -234,7 +235,7 @@ class Inspected:
     backends: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class TaskEnded:
     """STOP, START or CHECK has ended; `failure` says why it failed, "" if it succeeded."""
 

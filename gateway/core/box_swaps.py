@@ -1,10 +1,10 @@
 """Counts the swaps of a box: from the decision until the other model serves. Pure."""
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 from gateway.core.box import Box, State
 from gateway.core.swap_policy import Cause
+from gateway.core.value import valueclass
 
 
 class SwapCause(StrEnum):
@@ -21,7 +21,7 @@ class SwapCause(StrEnum):
         return cls.QUARANTINE if planned is Cause.NOTHING else cls(planned.value)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Swap:
     """A completed swap.
 

@@ -7,8 +7,9 @@ model is tested before it serves, at temperature 0, and its answer is judged her
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from gateway.core.value import valueclass
 
 MARKERS = (
     "<|channel",
@@ -26,7 +27,7 @@ _SHOWN = 80
 """Maximum characters of an answer that are quoted. A choice: enough to see that it is nonsense."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Canary:
     """A canary request. The defaults are choices: a question with one answer, and ample time.
 

@@ -16,6 +16,7 @@ from enum import StrEnum
 
 from gateway.core.health import EngineSample
 from gateway.core.kv import KvFormula
+from gateway.core.value import valueclass
 from gateway.core.values import Backend, Load
 
 WINDOW_S = 60.0
@@ -47,7 +48,7 @@ class Cause(StrEnum):
         return "the counts agree"
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class CountDrift:
     """The difference between an engine's count and the gateway's.
 

@@ -15,6 +15,7 @@ from gateway.core.estimation import (
     MARGIN_FLOOR_TOKENS,
     image_budget,
 )
+from gateway.core.value import valueclass
 from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts
 
 WINDOW = 100
@@ -28,7 +29,7 @@ EXACT_ALLOWANCE = 0.005
 `estimation.EXACT_MARGIN`."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Drift:
     """The difference between a backend's `usage.prompt_tokens` and the gateway's estimates.
 

@@ -26,6 +26,7 @@ from typing import Protocol
 from gateway.core.kv import KvFormula
 from gateway.core.perf import PerfModel
 from gateway.core.profile import EngineFlags
+from gateway.core.value import valueclass
 from gateway.core.values import Capacity
 
 DEFAULT_MAX_NUM_SEQS = 256
@@ -68,7 +69,7 @@ class _Seq:
         return self.prompt + self.generated
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Batch:
     """A scheduled step.
 
@@ -83,7 +84,7 @@ class Batch:
     preempted: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class StepResult:
     """The result of a step.
 

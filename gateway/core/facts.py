@@ -6,11 +6,12 @@ are absolute or cumulative, never differences, so lost, late or repeated message
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TypeVar
 
 from gateway.core.class_counts import TextKind
 from gateway.core.health import Verdict
+from gateway.core.value import valueclass
 
 _K = TypeVar("_K", bound=Hashable)
 
@@ -25,7 +26,7 @@ Flow = tuple[str, str, str | None]
 """A unit of fairness: the id of a model, the name of a class, the name of an API key or None."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Ratio:
     """What was learned about one kind of text.
 
@@ -38,7 +39,7 @@ class Ratio:
     mean_log: float
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Learned:
     """What was learned about counting prompts.
 
@@ -51,7 +52,7 @@ class Learned:
     p99_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Attempts:
     """Successes and failures of a backend since the process began to count."""
 
@@ -59,7 +60,7 @@ class Attempts:
     failed: int
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Facts:
     """What one process says of itself.
 

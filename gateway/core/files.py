@@ -1,9 +1,10 @@
 """Files: input and output of batches. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from gateway.core.value import valueclass
 
 PURPOSE_INPUT = "batch"
 EXPIRES_MIN_S = 3_600
@@ -14,7 +15,7 @@ FILENAME_MAX = 255
 """Maximum characters of a stored filename. A choice: what common file systems allow."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class NewFile:
     """A file to be uploaded.
 
@@ -31,7 +32,7 @@ class NewFile:
     purpose: str = PURPOSE_INPUT
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class StoredFile:
     """A complete file in the store.
 

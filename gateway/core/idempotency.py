@@ -14,11 +14,11 @@ Pure. Names and statuses follow draft-ietf-httpapi-idempotency-key-header-07.
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
 
 from gateway.core.errors import InvalidRequest
+from gateway.core.value import valueclass
 
 HEADER = "idempotency-key"
 
@@ -38,7 +38,7 @@ class KeyState(StrEnum):
     REUSED = "reused"  # the key belongs to another body
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class IdempotencyClaim:
     """A request's claim on its key.
 
@@ -71,7 +71,7 @@ class IdempotencyClaim:
         return record[len(fingerprint) :] if record.startswith(fingerprint) else KeyState.REUSED
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Idempotency:
     """An idempotency key of a job or a batch: equal keys identify the same one.
 
@@ -95,7 +95,7 @@ class Idempotency:
         return None if written is None else cls(read_key(written), route, fingerprint(body))
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class StoredAnswer:
     """An answer as sent to its first caller: status, headers, and the bytes of its body."""
 

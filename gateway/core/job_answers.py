@@ -12,14 +12,14 @@ or the text is valid only as a whole (a tool call, JSON), the job starts over.
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from gateway.core.jobs import Chunk, JobStatus
 from gateway.core.sse import payload_of, split
+from gateway.core.value import valueclass
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class AnswerSoFar:
     """The stored part of an answer.
 

@@ -16,8 +16,10 @@ Pure: times are arguments, in epoch seconds of the store's clock.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
+
+from gateway.core.value import valueclass
 
 
 class JobStatus(StrEnum):
@@ -44,7 +46,7 @@ class JobPriority(StrEnum):
     BATCH = "batch"  # lines of batches: only if nothing else is queued
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class NewJob:
     """A job to be accepted.
 
@@ -76,7 +78,7 @@ class NewJob:
         return len(self.body) + len(self.facts)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class JobError:
     """Why a job failed: as in the error envelope."""
 
@@ -85,7 +87,7 @@ class JobError:
     param: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Job:
     """A job in the store.
 
@@ -131,7 +133,7 @@ class Job:
         return None if self.new.expires_s is None else self.created_at + self.new.expires_s
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Chunk:
     """A part of a job's answer: complete chat events, as bytes.
 
@@ -154,7 +156,7 @@ def size_of(chunks: Iterable[Chunk]) -> int:
     return sum(len(chunk.data) for chunk in chunks)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Quota:
     """Limits per API key.
 
@@ -186,7 +188,7 @@ def model_and_class(lane: str) -> tuple[str, str]:
     return model, traffic_class
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Lane:
     """The state of a lane.
 
@@ -218,7 +220,7 @@ class JobOutcome(StrEnum):
     POISONED = "poisoned"  # too many attempts failed
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Queue:
     """The jobs of all processes that have not ended.
 
@@ -238,7 +240,7 @@ class Queue:
         return self.lanes if self.drained_at is None else ()
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class QueueSnapshot:
     """The latest snapshot of the queue.
 
@@ -256,7 +258,7 @@ class QueueSnapshot:
     at: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Serving:
     """What a process can run.
 
@@ -303,7 +305,7 @@ class AttemptOutcome(StrEnum):
     LOST = "lost"  # the job was cancelled, deleted, expired, or taken over by another worker
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class AttemptEnd:
     """A finished attempt at a job.
 

@@ -18,10 +18,11 @@ It is never applied automatically (docs/knee.md).
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 
 from gateway.core.tpot_control import NOTHING_SEEN, GapWindow
+from gateway.core.value import valueclass
 
 MORE_SEQS = 0.1
 LESS_GAIN = 0.01
@@ -107,7 +108,7 @@ class LimitedBy(StrEnum):
     KV_SLOTS = "kv_slots"
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class ClassShape:
     """Mean shape of the streams of one length class on one backend, as decaying sums.
 
@@ -138,7 +139,7 @@ class ClassShape:
         return kv_blocks * self.chunks / self.block_chunks
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class KneeEstimate:
     """Estimated knee of one length class on one backend, for operators.
 
@@ -159,7 +160,7 @@ class KneeEstimate:
     decoding_seqs_max: float
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class StepFit:
     """The regression of one backend, as decaying sums over windows: some thirty numbers.
 

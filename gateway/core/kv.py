@@ -8,10 +8,10 @@ counted per layer, in the sizes vLLM unifies its pages to (16 tokens of a slidin
 (docs/measurements.md#kv-blocks).
 """
 
-from dataclasses import dataclass
+from gateway.core.value import valueclass
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class KvFormula:
     """How many KV blocks one sequence of a given length occupies on one model build.
 

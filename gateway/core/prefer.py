@@ -5,7 +5,8 @@ Unknown or malformed preferences are ignored, never an error.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from gateway.core.value import valueclass
 
 WAIT_MAX_S = 280
 """Maximum wait for an answer in place: Node's built-in fetch gives up after 300 s without headers. The 20 s
@@ -15,7 +16,7 @@ _LEXEME = re.compile(r"""[ \t]*(?:(?P<word>[!#$%&'*+.^_`|~0-9A-Za-z-]+|"(?:[^"\\
 """A token, a quoted string, or any other single character; preceding blanks are skipped."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Preference:
     """Preferences of a caller.
 

@@ -5,10 +5,11 @@ measured, derived, fitted or guessed, and its source.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 
 from gateway.core.perf import PerfModel
+from gateway.core.value import valueclass
 from gateway.core.values import Capacity, Modalities
 
 
@@ -21,7 +22,7 @@ class Basis(StrEnum):
     GUESSED = "guessed"  # to be replaced by a measurement
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Provenance:
     """Origin of a figure."""
 
@@ -29,7 +30,7 @@ class Provenance:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class EngineFlags:
     """The launch flags that affect a deployment's behavior.
 
@@ -44,7 +45,7 @@ class EngineFlags:
     reserve_full_isl: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Profile:
     """One deployment.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import floor, inf, log2
 
 from gateway.core.usage import Ending, RequestRecord
+from gateway.core.value import valueclass
 
 SLICE_S = 10.0
 """Length of a slice of the history, in seconds. A choice: the resolution of the console's lines."""
@@ -95,7 +96,7 @@ class _Slice:
     flows: dict[tuple[str, str, str, Ending], int] = field(default_factory=dict)  # by the fields of a `Flow`
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class _Point:
     """One point of a backend's lines: p50 and p95, None without data, and the number of requests."""
 
@@ -107,7 +108,7 @@ class _Point:
 _NO_POINT = _Point()
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Lines:
     """The percentiles of one backend in seconds, per slice, oldest first; None where no request ended.
 
@@ -124,7 +125,7 @@ class Lines:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class History:
     """History of the last minutes.
 

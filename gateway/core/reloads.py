@@ -1,9 +1,9 @@
 """What reloading the configuration changes, and the versions that were in force. Pure."""
 
-from dataclasses import dataclass
+from gateway.core.value import valueclass
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Changes:
     """The differences between two configurations.
 
@@ -16,7 +16,7 @@ class Changes:
     at_start: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Version:
     """A configuration that was in force.
 
@@ -35,7 +35,7 @@ class Version:
     needs_restart: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Reload:
     """The result of a reload, or its preview.
 

@@ -20,8 +20,10 @@ docs/boxes.md has the figures.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
+
+from gateway.core.value import valueclass
 
 PUT_OFF_WAITS = 2.0
 """No cancellation once the oldest request for the other model has waited this many times its `wait_s`, and
@@ -40,7 +42,7 @@ MOVED_S = 1.0
 """A batch has moved if its oldest request is younger by this. A choice: ages from the store are not exact."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Trigger:
     """Condition for swapping a model in. The defaults are one of the rules measured in docs/boxes.md.
 
@@ -59,7 +61,7 @@ class Trigger:
         return wants.count >= self.jobs or now - wants.oldest_at >= self.wait_s
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class SwapRules:
     """When one box swaps, in seconds. `idle_s` and `residency_s` are choices, not measurements.
 
@@ -76,7 +78,7 @@ class SwapRules:
     idle_s: float = 1800.0
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Backlog:
     """Requests that wait for one backend as their first choice.
 
@@ -96,7 +98,7 @@ class Backlog:
         return Backlog(self.count + other.count, min(began, default=None), max(started, default=None))
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Residency:
     """The model that is in, and the waiting requests.
 
@@ -158,7 +160,7 @@ class Cause(StrEnum):
     NOTHING = "nothing"  # no swap is planned
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Plan:
     """The next swap of the box, as far as it can be planned.
 

@@ -16,10 +16,11 @@ The TPOT of a window is its gap divided by the tokens per chunk of the streams t
 arrive in one read, or a read carries no token, both change by the same factor and the TPOT stays correct.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 
 from gateway.core.admission import WHOLE, job_reserve
+from gateway.core.value import valueclass
 from gateway.core.values import Capacity
 
 WINDOW_S = 2.0
@@ -33,7 +34,7 @@ takes as long on PUSH (docs/measurements.md#latency-model)."""
 # ------------------------------------------------------------------ observations
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class GapWindow:
     """Observations of one backend over a period. Windows can be added with `+`.
 
@@ -350,7 +351,7 @@ class Move(StrEnum):
     WATCHING = "watching"  # too few observations since the last move, or the load still exceeds the share
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class TpotTarget:
     """The operator's target, and the limits of the share.
 
@@ -377,7 +378,7 @@ class TpotTarget:
         return cls(tpot_s, WHOLE // max(knees), WHOLE // min(knees), reserve, spill_reserve)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class TpotControl:
     """State of the control loop of one backend.
 

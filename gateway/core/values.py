@@ -204,7 +204,7 @@ class Capacity:
         return self.context_tokens  # cheap, and selective enough: capacities are cache keys
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Modalities:
     """Inputs a deployment accepts besides text. 0: not accepted. None: no limit."""
 
@@ -212,7 +212,7 @@ class Modalities:
     audios_max: int | None = 0
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Backend:
     """One server with one URL and one knee.
 
@@ -247,7 +247,7 @@ class Backend:
     quirks: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Timeouts:
     """Timeouts for each phase of an attempt, in seconds.
 
@@ -269,7 +269,7 @@ class Timeouts:
     total_s: float = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Gates:
     """Admission limits of a pool in addition to the knee. Each applies per backend.
 
@@ -295,7 +295,7 @@ OPEN = Gates(long_prefills=None)
 """No gates: the knee and the KV blocks are the only limits."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Spill:
     """Conditions for a pool to take requests of a class whose first choice is another pool.
 
@@ -311,7 +311,7 @@ class Spill:
     prefill_s: float = 0.5
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class JobRoom:
     """What jobs leave free on each backend of a pool, for requests whose callers are waiting.
 
@@ -326,7 +326,7 @@ class JobRoom:
     prefill_s: float | None = 0.5
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Pool:
     """Backends that are interchangeable, in order of preference when all else is equal.
 
@@ -434,7 +434,7 @@ class WhenLate(StrEnum):
     DEMOTE = "demote"  # move it behind all others of its class
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Waiting:
     """Queueing rules of a class.
 
@@ -485,7 +485,7 @@ class OnDisconnect(StrEnum):
     FINISH = "finish"
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class TrafficClass:
     """A kind of request, and the pools that serve it.
 

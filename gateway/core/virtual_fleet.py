@@ -11,6 +11,7 @@ from math import inf
 from typing import Generic, Protocol, TypeVar
 
 from gateway.core.engine import Deployment, Engine
+from gateway.core.value import valueclass
 
 
 class Arriving(Protocol):
@@ -40,7 +41,7 @@ class Arriving(Protocol):
 A = TypeVar("A", bound=Arriving)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Patience:
     """How long a caller waits, in seconds: for the first token, or for the whole answer."""
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from email.utils import mktime_tz, parsedate_tz
 from enum import StrEnum
 
+from gateway.core.value import valueclass
+
 EVENT_TYPES = (
     "response.completed",
     "response.failed",
@@ -81,7 +83,7 @@ class WebhookEndpoint:
         return named and (self.keys is None or event.key in self.keys)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class WebhookEvent:
     """The end of a job or a batch.
 
@@ -118,7 +120,7 @@ class WebhookEvent:
         return json.dumps(members, separators=(",", ":")).encode()
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Delivery:
     """An event to be sent to one endpoint, claimed for an attempt.
 
@@ -137,7 +139,7 @@ class Delivery:
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class WebhookAttempt:
     """Result of an attempt.
 

@@ -8,7 +8,6 @@ import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from anyio.abc import ByteReceiveStream, Process, TaskGroup
 from anyio.streams.text import TextReceiveStream
 
 from gateway import interpreters
+from gateway.core.value import valueclass
 from gateway.demo.site import BOX, BOXED, PROFILES, config_text, keeps_jobs
 
 START_S = 60.0
@@ -35,7 +35,7 @@ class StartError(Exception):
     """The demo's processes could not be started."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Site:
     """A fleet with a gateway in front.
 

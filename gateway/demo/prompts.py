@@ -10,13 +10,13 @@ import struct
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from gateway.core.class_counts import class_count_tokens
+from gateway.core.value import valueclass
 from gateway.demo.site import MODEL
 
 Message = Mapping[str, Any]
@@ -40,7 +40,7 @@ class Kind(StrEnum):
     TOO_LONG = "too long"
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Ask:
     """One request, and what should come of it.
 

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from gateway.core.value import valueclass
 
 Record = Mapping[str, Any]
 Excluded = tuple[str, str, str]
@@ -18,7 +19,7 @@ _FULL = {"at_knee": "at the knee", "kv_full": "out of KV blocks"}
 _NO_CONDITION = "takes everything else"  # as core/classification.py puts it
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class RouteReason:
     """The reason, at several lengths.
 

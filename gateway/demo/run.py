@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import anyio
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 
 from gateway.clock import SystemClock
+from gateway.core.value import valueclass
 from gateway.demo import processes, summary
 from gateway.demo.plain import PlainLines
 from gateway.demo.processes import Site, StartError
@@ -38,7 +38,7 @@ what the longest one takes."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class DemoOptions:
     """How to run the demo.
 

@@ -5,7 +5,7 @@ happened (a backend is busy, is back, has read its document), it waits for that 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -15,6 +15,7 @@ import httpx
 import openai
 from anyio.abc import TaskGroup
 
+from gateway.core.value import valueclass
 from gateway.demo import prompts
 from gateway.demo.caller import Caller
 from gateway.demo.prompts import Ask, Kind
@@ -32,7 +33,7 @@ TOP_UP_S = 0.02
 operator."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Size:
     """How much is sent.
 
@@ -63,7 +64,7 @@ SIZES = {
 """What `--size` chooses from. Choices: each scene has to show what its caption says."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Script:
     """The requests that take a while to write: those with long texts."""
 

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 import anyio
 
+from gateway.core.value import valueclass
 from gateway.demo.prompts import Ask
 from gateway.demo.reasons import RouteReason
 from gateway.demo.site import PROFILES
@@ -81,7 +82,7 @@ class Exchange:
         return (self.output_tokens - 1) / took if took > 0.01 else None
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Gauge:
     """One backend as the gateway's operators see it.
 
@@ -106,7 +107,7 @@ class Gauge:
     tokens_per_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class BoxGauge:
     """The machine on which two models take turns, as the gateway's operators see it.
 
@@ -149,7 +150,7 @@ class SubmittedJob:
         return self.status not in ("queued", "in_progress")
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Note:
     """Something that happened to the fleet, or that the demo did.
 

@@ -3,19 +3,19 @@
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gateway.core.value import valueclass
 from gateway.demo import words
 from gateway.demo.site import MODEL
 from gateway.demo.story import Exchange, Stage, Story
 from gateway.demo.view import CLASS_STYLES
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Line:
     """One class on one backend.
 

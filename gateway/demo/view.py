@@ -8,13 +8,14 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 from rich.text import Text
 
+from gateway.core.value import valueclass
 from gateway.demo import words
 from gateway.demo.site import BOOT_S
 from gateway.demo.story import BoxGauge, Entry, Exchange, Gauge, Note, Stage, Story
@@ -48,7 +49,7 @@ _FOOTER_LINES = 2
 """Lines above the fleet and below the list, as `View` prints them."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Cell:
     """One column of a line: text cut or padded to `width` characters."""
 
@@ -247,7 +248,7 @@ def _bar(share: float, width: int) -> Text:
 # ------------------------------------------------------------------ list
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class _Columns:
     what: int
     traffic_class: int

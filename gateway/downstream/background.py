@@ -4,7 +4,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ from gateway.core.jobs import (
 from gateway.core.responses.draft import Event
 from gateway.core.responses.replay import JobFacts, Replay
 from gateway.core.usage import Ending, RequestRecord
+from gateway.core.value import valueclass
 from gateway.core.values import Changes, Decision, Estimate
 from gateway.events import about
 from gateway.pipeline import Pipeline
@@ -99,7 +100,7 @@ _REFUSALS: Mapping[Refusal, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class JobRules:
     """Limits for jobs.
 

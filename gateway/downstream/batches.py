@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,6 +28,7 @@ from gateway.core.quirks.tool_markup import NOT_IN_STREAMS
 from gateway.core.responses.items import response_id
 from gateway.core.responses.replay import JobFacts
 from gateway.core.responses.request import chat_param_here, metadata_of
+from gateway.core.value import valueclass
 from gateway.core.values import Endpoint
 from gateway.downstream import wire
 from gateway.downstream.background import STREAMED, Background, headers_kept
@@ -50,7 +50,7 @@ _PAGE, _PAGE_MAX = 20, 100
 """Batches per page by default and at most: OpenAI's figures."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Batching:
     """The stores of batches and their files, and the rules for files."""
 

@@ -1,7 +1,7 @@
 """`POST /admin/explain`: the decision for a request, on the fleet in its current state."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol
 
 import msgspec
@@ -9,6 +9,7 @@ from litestar import MediaType, Request, Response, post
 from litestar.handlers import BaseRouteHandler
 
 from gateway.core.errors import CallerError, ConfigError, InvalidRequest
+from gateway.core.value import valueclass
 from gateway.downstream.config_routes import InvalidConfiguration
 
 BODY_BYTES_MAX = 32 * 1024 * 1024
@@ -25,7 +26,7 @@ class RequestForgotten(CallerError):
     code = "request_not_found"
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Question:
     """A request for an explanation.
 

@@ -25,6 +25,7 @@ from gateway.core.files import (
     StoredFile,
     file_object,
 )
+from gateway.core.value import valueclass
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.multipart import Field, FileBegins, parts_of
 from gateway.downstream.relay import CallerGone, announced_bytes, check_encoding
@@ -58,7 +59,7 @@ _PAGE_MAX = 10_000
 """Files per page by default and at most: OpenAI's figure."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class FileRules:
     """Limits for files.
 

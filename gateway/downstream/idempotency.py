@@ -6,7 +6,6 @@ repeat the request as soon as it has received all of it. If the request fails, t
 Jobs have their own idempotency (background.py), and do not use this module.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
@@ -22,6 +21,7 @@ from gateway.core.errors import (
 from gateway.core.idempotency import HEADER, IdempotencyClaim, KeyState, StoredAnswer, fingerprint, read_key
 from gateway.core.sse import DONE
 from gateway.core.usage import Ending
+from gateway.core.value import valueclass
 from gateway.downstream.reading import BodyReaders, Read, Received, Work, arrival_record
 from gateway.downstream.relay import PIECE_BYTES, HeldAnswers, HttpDownstream
 from gateway.pipeline import LEFT_STATUS, CallerStalled
@@ -46,7 +46,7 @@ _REQUEST_ID = b"x-request-id"
 _FIRST_REQUEST_ID = b"x-gateway-original-request-id"
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class IdempotencyRules:
     """The store, the expiry of answers in seconds, their maximum size, and the lease time of a key."""
 

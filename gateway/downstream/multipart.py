@@ -1,7 +1,6 @@
 """A streaming parser for multipart forms: only short fields are kept in memory."""
 
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 
 import anyio
 from litestar.types import Receive
@@ -13,6 +12,7 @@ from multipart import (  # type: ignore[import-untyped]
 )
 
 from gateway.core.errors import InvalidRequest, RequestTimeout
+from gateway.core.value import valueclass
 from gateway.downstream.relay import CallerGone
 
 FIELDS_MAX = 16
@@ -23,7 +23,7 @@ PACE_BYTES_S = 16 * 1024
 """Minimum average rate of an upload: slower ones are aborted. A choice: a byte now and then is no upload."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Field:
     """A complete form field.
 
@@ -36,7 +36,7 @@ class Field:
     value: str
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class FileBegins:
     """The beginning of a file.
 

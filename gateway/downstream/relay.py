@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Protocol
 
 import anyio
@@ -169,7 +168,7 @@ class AsgiCall:
         await run_for_caller(work, self._receive)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class BodyLimits:
     """Limits on the size of a body, the time to receive it, and the total memory of all bodies."""
 

@@ -44,6 +44,7 @@ from gateway.core.responses.request import (
     read,
     travels,
 )
+from gateway.core.value import valueclass
 from gateway.core.values import Endpoint
 from gateway.downstream import wire
 from gateway.downstream.background import Background, gone, handover_headers, headers_kept
@@ -72,7 +73,7 @@ _PAGE_MAX = 100
 """Input items per page by default and at most: OpenAI's figures."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class ResponseRetention:
     """The store of responses, and their expiry in seconds."""
 
@@ -419,7 +420,7 @@ def _page(items: Sequence[Item], query: Mapping[str, Any]) -> Mapping[str, Any]:
 # ------------------------------------------------------------------ requests
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class ResponseRequest:
     """A parsed request.
 
@@ -454,7 +455,7 @@ def _wants_background(members: Mapping[str, Any], *, has_jobs: bool) -> bool:
     return bool(wanted)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class ReadAlone:
     """A request that was parsed without the store.
 

@@ -6,7 +6,6 @@ reach it as without the queue: as a status code before the response has begun, a
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from gateway.core.errors import (
 )
 from gateway.core.jobs import Job, JobStatus, size_of
 from gateway.core.sse import DONE
+from gateway.core.value import valueclass
 from gateway.core.values import OnDisconnect
 from gateway.downstream.background import Background, Outage
 from gateway.downstream.relay import HttpDownstream, send_body
@@ -54,7 +54,7 @@ def for_submitter(error: GatewayError) -> GatewayError:
     return StoreUnavailable(message, retry_after_s=1)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Waiter:
     """The state kept in memory while a caller waits for its job; the request itself is in the store.
 

@@ -12,7 +12,6 @@ names its member.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from types import MappingProxyType
@@ -100,7 +99,7 @@ longer ones while it grows costs more."""
 _INCLUDE_USAGE = msgspec.Raw(b'{"include_usage":true}')
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class WireRules:
     """The operator's rules for request bodies.
 

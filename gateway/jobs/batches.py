@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import anyio
@@ -36,6 +36,7 @@ from gateway.core.batches import (
 )
 from gateway.core.errors import CallerError, GatewayError, StoreUnavailable
 from gateway.core.jobs import Job, NewJob, Quota, size_of
+from gateway.core.value import valueclass
 from gateway.events import about
 from gateway.jobs.record import AGAIN_S
 from gateway.ports import BatchStore, FileStore, JobStore
@@ -60,7 +61,7 @@ SUBMITTED_MAX = 32
 """Maximum lines submitted between two checks of a batch. A choice: a cancelled batch is noticed soon."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class BatchRules:
     """Limits for processing batches.
 

@@ -50,6 +50,7 @@ from gateway.core.jobs import (
     Serving,
     size_of,
 )
+from gateway.core.value import valueclass
 from gateway.events import about
 from gateway.jobs.record import AGAIN_S, JobLost, JobRecord
 from gateway.pipeline import CallerStalled
@@ -67,7 +68,7 @@ READS_AT_ONCE = 2
 at once took 0.4 s each, of the time in which the store has to answer; in turn, 0.03 s (Valkey beside it)."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class WorkerRules:
     """Limits of a worker.
 

@@ -45,6 +45,7 @@ from gateway.core.box_swaps import Swap, SwapTracker
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import Lane
 from gateway.core.swap_policy import Backlog, Cause, Plan
+from gateway.core.value import valueclass
 from gateway.core.values import Backend, Exclusion, Objection, Policy
 from gateway.core.waiting import WaitingLine
 from gateway.events import about
@@ -79,7 +80,7 @@ _AT_WORK = frozenset({State.DRAINING, State.STOPPING, State.BOOTING, State.CHECK
 _LOST = frozenset({health.State.BOOTING, health.State.DOWN})
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class BoxSnapshot:
     """The state of a box for operators.
 

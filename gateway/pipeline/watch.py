@@ -15,6 +15,7 @@ from gateway.core.admission import WHOLE, blocks_planned, knee_step
 from gateway.core.knee_estimate import ClassShape, KneeEstimate, StepFit, estimate
 from gateway.core.tpot_control import WINDOW_S, GapMeter, Move, TpotControl, TpotTarget, adjust
 from gateway.core.usage import Usage
+from gateway.core.value import valueclass
 from gateway.core.values import Backend, Demand, KneeStep, Policy
 from gateway.pipeline.chunk_fast_path import Counter, NullCounter
 from gateway.ports import Clock, Ledger, Slot
@@ -35,7 +36,7 @@ class _Watched:
     judged_at: float | None = None  # when the current share was last confirmed or changed
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class BackendSnapshot:
     """Measurements of one backend.
 

@@ -5,19 +5,20 @@ A figure is addressed by its path (`capacity.kv_blocks`, `perf.t_mem`, `boot_s`)
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from gateway.core.kv import KvFormula
 from gateway.core.perf import PerfModel
 from gateway.core.profile import Basis, EngineFlags, Profile, Provenance
+from gateway.core.value import valueclass
 from gateway.core.values import Capacity, KneeStep, Modalities
 
 _WEAKNESS = (Basis.MEASURED, Basis.DERIVED, Basis.FITTED, Basis.GUESSED)
 _UP_TO = re.compile(r"\s*<=\s*([\d_]+)\s*")
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Figure:
     """One figure of a profile.
 

@@ -1,14 +1,15 @@
 """The policy to try on a log."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from gateway.core.profile import EngineFlags
+from gateway.core.value import valueclass
 from gateway.core.values import Policy
 from gateway.settings import Settings
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class CandidatePolicy:
     """A policy, with the launch flags of its engines and the boxes of its fleet."""
 

@@ -7,8 +7,8 @@ results have the same error, whose size shows in the comparison of the former wi
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from gateway.core.value import valueclass
 from gateway.replay import figures, simulating
 from gateway.replay.candidate_policy import CandidatePolicy
 from gateway.replay.figures import Side
@@ -18,7 +18,7 @@ from gateway.replay.reading import Entry, Log
 from gateway.telemetry.decision_lines import PolicyLine
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Report:
     """The result of `gemma-gateway replay`.
 

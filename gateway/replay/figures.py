@@ -7,6 +7,7 @@ from math import ceil, inf
 
 from gateway.core.errors import InvalidRequest
 from gateway.core.usage import Ending
+from gateway.core.value import valueclass
 from gateway.core.values import Policy
 from gateway.core.virtual_fleet import Fate
 from gateway.replay.reading import Entry
@@ -16,7 +17,7 @@ ALL = "(all)"
 """The row for all classes together; not a valid name of a class."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Figures:
     """Statistics of the requests of a class. Seconds; None if there is nothing to measure.
 
@@ -43,7 +44,7 @@ class Figures:
     tokens_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Side:
     """A column of the comparison: figures by class, and requests served by backend."""
 
@@ -85,7 +86,7 @@ def quantile(values: Sequence[float], share: float) -> float | None:
     return round(ordered[ceil(share * len(ordered)) - 1], 3) if ordered else None
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class _Outcome:
     """The result of one request, recorded or simulated."""
 

@@ -2,17 +2,17 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from gateway.core import deciding
 from gateway.core.errors import GatewayError
 from gateway.core.request_features import RequestFeatures
 from gateway.core.selection import BackendView
+from gateway.core.value import valueclass
 from gateway.core.values import CountMode, Policy
 from gateway.replay.reading import Entry, Log
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Move:
     """A number of requests with a changed route; `example` is the position of the first."""
 
@@ -22,7 +22,7 @@ class Move:
     example: str
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Refusal:
     """Requests that the other policy refuses immediately, and how many of them only it refuses.
 
@@ -36,7 +36,7 @@ class Refusal:
     example: str
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Verdict:
     """A decision on an idle fleet. A refusal has no pool; `code` and `words` say why."""
 

@@ -3,12 +3,13 @@
 import gzip
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BufferedReader
 from pathlib import Path
 
 from gateway.core import classification
 from gateway.core.request_features import RequestFeatures
+from gateway.core.value import valueclass
 from gateway.core.values import Estimate
 from gateway.telemetry import decision_lines
 from gateway.telemetry.decision_lines import NewerFormat, PolicyLine, RequestLine
@@ -20,7 +21,7 @@ class Unusable(Exception):
     """The log contains nothing usable. The message is for people."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Broken:
     """An unreadable line. `is_torn`: it is the incomplete last line of its file."""
 
@@ -30,7 +31,7 @@ class Broken:
     is_torn: bool
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Entry:
     """A recorded request.
 
@@ -46,7 +47,7 @@ class Entry:
     asked: RequestFeatures | None
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Log:
     """Several decision logs, merged.
 

@@ -9,6 +9,7 @@ from gateway.core.perf import PerfModel
 from gateway.core.profile import EngineFlags
 from gateway.core.request_features import RequestFeatures
 from gateway.core.usage import Ending
+from gateway.core.value import valueclass
 from gateway.core.values import Capacity, Policy, TrafficClass
 from gateway.core.virtual_fleet import Fate, Fleet, Patience
 from gateway.replay.reading import Entry
@@ -19,7 +20,7 @@ UNKNOWN_OUTPUT_TOKENS = TrafficClass("", ()).output_reserve_tokens
 """Output of a request without a limit if no similar one has ever completed: a class's default reserve."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Past:
     """A recorded request that arrives again; see `core.virtual_fleet.Arriving`.
 
@@ -51,7 +52,7 @@ class Server:
     flags: EngineFlags
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Run:
     """The results of arrivals under a policy: fates in their order, classes by their ids."""
 

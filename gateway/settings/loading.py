@@ -3,13 +3,14 @@
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from gateway.core.errors import ConfigError
+from gateway.core.value import valueclass
 from gateway.settings import advice, policies, references, shape
 from gateway.settings.diff import AT_START, LIVE, LIVE_IF_HELD, held
 from gateway.settings.document import Document
@@ -18,7 +19,7 @@ from gateway.settings.resolved import Settings
 from gateway.settings.yaml_tree import Tree, parse
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class CheckReport:
     """The result of `check`.
 

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gateway.core.value import valueclass
 from gateway.settings.yaml_tree import Path, Tree
 
 
@@ -31,7 +32,7 @@ class Problem:
         return f"{where}: {self.message}{hint}"
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Finding:
     """A problem at a path of the file. `at_key`: the key is wrong, not its value."""
 

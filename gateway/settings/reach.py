@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from gateway.core.value import valueclass
 from gateway.core.values import Bound, Comparison, When
 
 COUNTED = ("prompt_tokens", "total_tokens", "max_tokens", "images", "audios", "tools")
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Interval:
     """Integers from `low` to `high` inclusive; None: no upper end."""
 

@@ -4,9 +4,9 @@ does not keep them."""
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from gateway.core.value import valueclass
 from gateway.settings.files import read
 
 _USUAL_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
@@ -17,7 +17,7 @@ class SecretMissing(Exception):
     """A named secret does not exist. The message contains its name, never a value."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class SecretRef:
     """A reference to a secret: an environment variable or a file."""
 

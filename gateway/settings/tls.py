@@ -3,14 +3,14 @@
 import os
 import ssl
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
+from gateway.core.value import valueclass
 from gateway.settings.files import file_fault
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class BackendTls:
     """TLS to a backend.
 

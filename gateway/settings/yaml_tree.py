@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from gateway.core.value import valueclass
+
 Path = tuple[str | int, ...]
 
 _VALUES_MAX = 50_000
@@ -26,7 +28,7 @@ _OCTAL = re.compile(r"(?P<sign>[-+]?)0[0_]*(?P<digits>[1-7][0-7_]*)")
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<default>:-[^}]*)?\}|\$\{")
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Mark:
     """A position in the file, 1-based."""
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 import anyio
 
+from gateway.core.value import valueclass
 from gateway.simulator.box_options import Boot
 from gateway.simulator.door import Door
 from gateway.simulator.options import SimulatorOptions
@@ -36,7 +37,7 @@ class Busy(Exception):
     """The order cannot be accepted now."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Swap:
     """A change of the answering model.
 
@@ -69,7 +70,7 @@ class Residency:
     engine_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Violation:
     """A model needed the memory while others held it.
 

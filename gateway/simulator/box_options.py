@@ -1,11 +1,12 @@
 """The options of a simulated box: its models, and how their boots end."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import StrEnum
 from typing import Any
 
 from gateway.core.profile import Basis, Profile, Provenance
+from gateway.core.value import valueclass
 from gateway.simulator.options import SimulatorOptions
 
 BOOT_S = 306.0
@@ -28,7 +29,7 @@ class Boot(StrEnum):
     WRONG_TEXT = "wrong_text"
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class BoxOptions:
     """Options of a simulated box.
 

@@ -8,9 +8,10 @@ import random
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from gateway.core.value import valueclass
 from gateway.simulator import pieces
 from gateway.simulator.options import Quirk, SimulatorOptions
 from gateway.simulator.reading import Members
@@ -41,7 +42,7 @@ _COMPLETION_TOKENS = 16
 """Default output of /v1/completions: vLLM's, and OpenAI's."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Delivery:
     """How to send the answer.
 
@@ -68,7 +69,7 @@ class Delivery:
     role: str = "assistant"
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Call:
     """An accepted request.
 
@@ -96,7 +97,7 @@ class Call:
         return choice // self.choices_per_prompt
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class ParsedCall:
     """A valid request whose length has not been checked yet."""
 

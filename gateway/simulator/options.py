@@ -1,9 +1,9 @@
 """What a simulated server is told at its start: options, faults and quirks."""
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 from gateway.core.profile import Profile
+from gateway.core.value import valueclass
 
 
 class Fault(StrEnum):
@@ -39,7 +39,7 @@ class Quirk(StrEnum):
     TOOL_CHOICE_IGNORED = "tool_choice_not_enforced"  # `required` and named choices get prose (vLLM #50477)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class FaultOrder:
     """One order to go wrong.
 
@@ -57,7 +57,7 @@ class FaultOrder:
     after_chunks: int = 3
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class SimulatorOptions:
     """How to run one simulated server. All durations are engine time: `speed` shortens them.
 

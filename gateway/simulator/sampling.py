@@ -5,10 +5,10 @@ real server.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from gateway.core.value import valueclass
 from gateway.simulator.reading import Members
 from gateway.simulator.refusals import bad_request
 
@@ -29,7 +29,7 @@ _VOCABULARY = 262_144
 _NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class _Range:
     """What a number must be; `least` and `most` are allowed themselves unless `is_above`."""
 
@@ -58,7 +58,7 @@ _RANGES: tuple[tuple[str, _Range], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Sampling:
     """Sampling parameters that matter to the simulation or to validation.
 

@@ -8,16 +8,17 @@ import json
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
+from gateway.core.value import valueclass
 from gateway.simulator import pieces, prose
 
 TOOL_STOP = pieces.MARKERS["<|tool_response>"]
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class ToolCall:
     """A call at the end of a choice.
 
@@ -32,7 +33,7 @@ class ToolCall:
     arguments_at: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class ChoiceRequest:
     """What a request asks of one choice.
 
@@ -57,7 +58,7 @@ class ChoiceRequest:
     keep_stop: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Script:
     """One choice, token by token.
 

@@ -6,9 +6,9 @@ turn + 3, and 4 for the empty thought when thinking is off (docs/estimate.md#the
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from gateway.core.value import valueclass
 from gateway.simulator import pieces
 
 IMAGE_TOKENS = 280
@@ -35,7 +35,7 @@ class Token(NamedTuple):
 Part = str | Token
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Rendered:
     """A prompt as the engine gets it."""
 

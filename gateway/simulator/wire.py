@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.core.value import valueclass
 from gateway.simulator.calls import Call, Delivery
 from gateway.simulator.host import Answer, Seat
 from gateway.simulator.refusals import MESSAGE_DEAD
@@ -26,7 +27,7 @@ ENGINE_DEAD = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Identity:
     """What every part of one answer repeats.
 

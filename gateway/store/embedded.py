@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from anyio.streams.text import TextReceiveStream
 
 from gateway import interpreters
 from gateway.core.errors import ConfigError, StartupBlocked
+from gateway.core.value import valueclass
 
 START_S = 10.0
 """How long a start may take without a data directory. A choice: it takes a fraction of a second, and longer
@@ -126,7 +126,7 @@ def temporary_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class EmbeddedValkey:
     """A running server.
 

@@ -14,7 +14,6 @@ including the range of each number; invalid facts and other versions are ignored
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
@@ -24,6 +23,7 @@ from gateway.core.admission import WHOLE
 from gateway.core.class_counts import TextKind
 from gateway.core.facts import Attempts, Facts, Learned, Ratio
 from gateway.core.health import State, Verdict
+from gateway.core.value import valueclass
 from gateway.events import about
 
 log = logging.getLogger("gateway.store")
@@ -132,7 +132,7 @@ def _plain(reason: str) -> str:
     return "".join(char if char.isprintable() else " " for char in reason[:REASON_CHARS_MAX])
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class PeerFacts:
     """The facts of another process, as received from the server.
 
@@ -147,7 +147,7 @@ class PeerFacts:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class _Peer:
     text: str
     facts: Facts | None

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 
@@ -71,7 +70,7 @@ class Reply:
     outcomes: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Freed:
     """Capacity freed on a backend, and by which process. `version` is that of the accounts without it."""
 
@@ -81,7 +80,7 @@ class Freed:
     load: Load
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Wanted:
     """A process found no room on a backend, and needs the surplus of the others."""
 
@@ -89,14 +88,14 @@ class Wanted:
     owner: str
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class UrgentFacts:
     """A process has facts that others should read at once."""
 
     owner: str
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class HeartbeatReply:
     """The reply to a heartbeat.
 

@@ -23,6 +23,7 @@ from gateway.core.count_check import Cause, CountDrift
 from gateway.core.health import BackendStatus, ProbeFault, State
 from gateway.core.jobs import AttemptEnd, AttemptOutcome, JobStatus
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
+from gateway.core.value import valueclass
 from gateway.core.webhooks import SCHEDULE_S, WebhookAttempt, WebhookOutcome
 from gateway.events import about
 from gateway.ports import Clock
@@ -543,7 +544,7 @@ def request_fields(record: RequestRecord) -> dict[str, Any]:
     return fields
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class _Sentence:
     """The human-readable line of a request, formatted on demand."""
 

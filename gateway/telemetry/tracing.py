@@ -20,7 +20,6 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 from urllib.parse import urlsplit
@@ -38,6 +37,7 @@ from gateway.core import trace
 from gateway.core.health import Outcome
 from gateway.core.trace import SpanRef, Trace
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
+from gateway.core.value import valueclass
 from gateway.core.values import Backend, Candidate, Endpoint, Ranking
 from gateway.events import about
 from gateway.ports import Recorder
@@ -85,7 +85,7 @@ class KeepReason(StrEnum):
     SLOW = "slow"
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class TraceRules:
     """Sampling rules.
 

@@ -1,11 +1,11 @@
 """Counts the tokens of a text, with a vocabulary or by class counts."""
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from gateway.core.class_counts import CHARS_PER_TOKEN_MAX, SLICE_CHARS, slice_tokens
 from gateway.core.estimation import margin_tokens
+from gateway.core.value import valueclass
 from gateway.core.values import CountMode
 from gateway.tokenizer.exact import Counted, count_exact
 from gateway.tokenizer.vocab import Vocabulary
@@ -47,7 +47,7 @@ def count_text(vocabulary: Vocabulary | None, text: str) -> tuple[int, CountMode
     return counted.tokens, CountMode.EXACT if exact else CountMode.APPROXIMATE
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Measurement:
     """The length of a file, and how long counting it took.
 

@@ -17,13 +17,13 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tiktoken
 
 from gateway.core.errors import ConfigError
+from gateway.core.value import valueclass
 
 BUILD_COMMAND = "gemma-gateway vocab build tokenizer.json -o gemma4.tiktoken"
 GEMMA_ENTRIES = 262_144
@@ -55,7 +55,7 @@ _SELF_TEST_GEMMA = {"Name a river.": 4, "Be brief.": 3, "The river": 2}
 """Counts by a vLLM server with Gemma 4's vocabulary. Only a full-size vocabulary is tested with them."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class BuildSummary:
     """The result of `build`.
 
@@ -74,7 +74,7 @@ class BuildSummary:
     warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Vocabulary:
     """A loaded vocabulary.
 

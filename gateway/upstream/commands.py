@@ -11,11 +11,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import IO
 
 import anyio
 
+from gateway.core.value import valueclass
 from gateway.events import about
 
 log = logging.getLogger("gateway.boxes")
@@ -32,7 +32,7 @@ DIES_S = 2.0
 not."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Command:
     """A command.
 

@@ -11,7 +11,7 @@ import logging
 import ssl
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import anyio
 
 from gateway.core import canary
 from gateway.core.canary import Canary
+from gateway.core.value import valueclass
 from gateway.core.values import Backend
 from gateway.events import about
 from gateway.upstream import commands
@@ -38,7 +39,7 @@ LOOK_S = 0.25
 """Interval for checking that. A choice: a swap takes minutes."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Call:
     """An HTTP request. `body` is sent as JSON unless it is None."""
 
@@ -47,7 +48,7 @@ class Call:
     body: Any = None
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class ByCommand:
     """A model started and stopped by commands. `{fence}` in a word is replaced by the fencing token."""
 
@@ -55,7 +56,7 @@ class ByCommand:
     stop: Command
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class ByRequest:
     """A model started and stopped by HTTP requests, which carry the fencing token as `x-gateway-fence`."""
 
@@ -65,7 +66,7 @@ class ByRequest:
     timeout_s: float = 60.0
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class BySleep:
     """A model put to sleep and woken up in a vLLM server that keeps running."""
 
@@ -73,7 +74,7 @@ class BySleep:
     timeout_s: float = 60.0
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Member:
     """One model of a box.
 

@@ -1,10 +1,10 @@
 """Types of the health state machine: states, outcomes, backend status, rules and events."""
 
-from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
 from gateway.core.perf import PerfModel
+from gateway.core.value import valueclass
 
 
 class State(StrEnum):
@@ -60,7 +60,7 @@ class ProbeFault(StrEnum):
 GONE = frozenset({ProbeFault.REFUSED, ProbeFault.UNREACHABLE, ProbeFault.UNRESOLVED})
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class EngineSample:
     """One scrape of an engine's own metrics.
 
@@ -85,7 +85,7 @@ class EngineSample:
     started_at: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class BackendStatus:
     """Health status of one backend.
 
@@ -167,7 +167,7 @@ RETRY_AFTER_UNKNOWN_MAX_S = 10.0
 SDK's two retries learns it within 20 s."""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class HealthRules:
     """Thresholds of the health states, in seconds. Defaults are choices, not measurements, unless noted.
 
@@ -230,7 +230,7 @@ def hang_after_s(perf: PerfModel, batched_tokens: int, context_tokens: int, floo
 # ------------------------------------------------------------------ shared between gateways
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Verdict:
     """A state derived from one gateway's own requests, which other gateways' probes cannot detect.
 
@@ -253,7 +253,7 @@ class Verdict:
 # ------------------------------------------------------------------ events
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class ProbeOk:
     """The backend answers. Carries the results of `/v1/models` and `/version`, None if not queried."""
 
@@ -262,7 +262,7 @@ class ProbeOk:
     version: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class ProbeFailed:
     """A probe of `/health` failed."""
 
@@ -270,7 +270,7 @@ class ProbeFailed:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class ModelsFailed:
     """It answers, but `/v1/models` fails. `key_refused`: it rejected the gateway's API key."""
 
@@ -278,21 +278,21 @@ class ModelsFailed:
     key_refused: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Sample:
     """A scrape of `/metrics` succeeded."""
 
     engine: EngineSample
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class SampleFailed:
     """A scrape of `/metrics` failed. It does not affect the state, but is shown to operators."""
 
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Attempt:
     """An attempt on it ended, which started at `started_at` (monotonic seconds)."""
 
@@ -301,7 +301,7 @@ class Attempt:
     started_at: float = inf
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class PeerVerdict:
     """Another gateway published its verdict. This is repeated for as long as the verdict holds."""
 
@@ -309,7 +309,7 @@ class PeerVerdict:
     verdict: Verdict
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class PeerAttempts:
     """Requests to it through other gateways that ended since the last such event."""
 

@@ -1,7 +1,7 @@
 """The workarounds for one request on one backend with quirks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol
 
 from gateway.core.quirks.remedy import Remedy
@@ -49,7 +49,7 @@ class Plan:
         return self.assembles or self.asked.request.stream
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Workaround:
     """The workaround of one quirk.
 

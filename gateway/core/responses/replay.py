@@ -6,7 +6,7 @@ and the same ids for every reader, on every gateway, before and after a restart.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from gateway.core.chat_jobs import failure
@@ -14,9 +14,10 @@ from gateway.core.job_answers import INVALID_EVENT
 from gateway.core.job_answers import events as chat_events
 from gateway.core.jobs import Chunk, Job, JobStatus
 from gateway.core.responses.draft import Draft, Event
+from gateway.core.value import valueclass
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class JobFacts:
     """Data that the response of a job needs in addition to the answer; stored with the job.
 

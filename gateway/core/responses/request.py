@@ -1,7 +1,6 @@
 """Translation of a Responses API request to a chat request and to the members that its response repeats."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gateway.core.errors import InvalidRequest
@@ -15,6 +14,7 @@ from gateway.core.responses.items import (
     response_id,
     with_own_ids,
 )
+from gateway.core.value import valueclass
 
 COPIED = frozenset({"model", "stream", "temperature", "top_p", "parallel_tool_calls"})
 """Members with the same meaning in a chat request, forwarded as sent."""
@@ -99,7 +99,7 @@ _CHAT_PARAMS: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Needs:
     """Stored objects needed to translate a request.
 
@@ -112,7 +112,7 @@ class Needs:
     items: Sequence[str]
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Translated:
     """A translated request.
 

@@ -1,7 +1,7 @@
 """Input and output of the queue: tickets, offers, refusals."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import StrEnum
 from math import inf
 
@@ -106,7 +106,7 @@ def fastest_prefill_s(policy: Policy, traffic_class: TrafficClass, demand: Deman
     return min([admission.prefill_s(backend, demand) for backend in distinct], default=0.0)
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Refused:
     """A refusal, with the details for the caller.
 
@@ -144,7 +144,7 @@ class Refused:
         return f"{what} (position {self.position}, about {self.expected_wait_s:.1f} s to wait)."
 
 
-@dataclass(frozen=True, slots=True)
+@valueclass(frozen=True, slots=True)
 class Waiter:
     """A queued request, as shown to an operator.
 
