@@ -26,7 +26,7 @@ anyio_backend = on_both_loops
 TEXT = "All that a document says. " * 40_000
 LONG: dict[str, Any] = {"messages": [{"role": "user", "content": TEXT}]}
 RESPONSE = post(b'{"model": "gemma-4", "store": false, "input": "%b"}' % TEXT.encode(), path="/v1/responses")
-REPEATS = 6
+REPEATS = 3
 
 
 async def answer(stream: SocketStream, _: object) -> None:

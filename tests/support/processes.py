@@ -15,6 +15,8 @@ import anyio.abc
 import httpx
 from anyio.streams.text import TextReceiveStream
 
+from support import preloaded
+
 READY_S = 60.0
 STARTED_S = 300.0  # where many start at once
 LOOK_S = 0.02  # between two looks at another process: a busy loop would slow what it waits for
@@ -29,7 +31,7 @@ class Process:
         output: Everything it has written, standard output and error together.
     """
 
-    def __init__(self, process: anyio.abc.Process) -> None:
+    def __init__(self, process: anyio.abc.Process | preloaded.Forked) -> None:
         """Watch `process`."""
         self.process = process
         self.output = ""
@@ -120,14 +122,19 @@ async def running(
 
     `own_group`: as a terminal starts it, so that a signal to its process group reaches nobody else.
     """
-    process = await anyio.open_process(
-        [*COMMAND, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", **(environ or {})},
-        start_new_session=own_group,
-    )
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", **(environ or {})}
+    process: anyio.abc.Process | preloaded.Forked
+    if preloaded.IS_POSSIBLE and not any(name.startswith("PYTHON") for name in environ or ()):
+        process = await preloaded.start(arguments, variables, own_group=own_group)
+    else:
+        process = await anyio.open_process(
+            [*COMMAND, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            start_new_session=own_group,
+        )
     watched = Process(process)
     try:
         async with anyio.create_task_group() as tasks:
@@ -137,7 +144,8 @@ async def running(
             finally:
                 with anyio.CancelScope(shield=True):
                     if process.returncode is None:
-                        process.kill()
+                        with suppress(ProcessLookupError):  # it has ended just now
+                            process.kill()
                     await process.wait()
                 tasks.cancel_scope.cancel()
     finally:
