@@ -326,12 +326,14 @@ async def _crash(stage: Stage, size: Size) -> None:
     # not begun moves on, and that is what this scene shows.
     await stage.hold_streams()
     stage.say(f"{size.crash_burst} more chats, and light-0 is about to crash.")
+    has_crashed = anyio.Event()
+    burst = partial(stage.send_burst, max_tokens=600, min_tokens=450, streamed_every=0)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(
-            partial(stage.send_burst, size.crash_burst, 3, max_tokens=600, min_tokens=450, streamed_every=0)
-        )
+        # A slow machine may crash it so late that the first have been answered.
+        tasks.start_soon(partial(burst, size.crash_burst, 4, until=has_crashed.is_set))
         await stage.pause(4)
         await stage.crash("light-0", DOWN_S)
+        has_crashed.set()
         stage.say("light-0 has crashed. What it had not begun to answer is retried on light-1.")
         await stage.until_state("light-0", "booting", "ejected", "down")
     stage.release_streams()
