@@ -383,10 +383,24 @@ async def test_a_failure_is_held_against_a_backend_as_soon_as_another_answers(wo
         gate.set()
 
 
-async def test_where_different_requests_fail_in_a_row_the_next_ones_go_to_a_replica(world: World) -> None:
+WIDE = replace(
+    POLICY,
+    backends={
+        name: replace(backend, capacity=Capacity(context_tokens=32_768, knee=(KneeStep(None, 8),)))
+        for name, backend in POLICY.backends.items()
+    },
+)
+
+
+async def fail_in_a_row(world: World) -> None:
+    """Put light-0 in doubt."""
     for text in ("a", "b", "c"):
         world.answers(light_0=Script(status=500), light_1=GOOD)
         await world.run(world.request(), members={"user": text})
+
+
+async def test_where_different_requests_fail_in_a_row_the_next_ones_go_to_a_replica(world: World) -> None:
+    await fail_in_a_row(world)
     world.answers(light_1=GOOD)
     await world.run(world.request(), members={"user": "d"})
 
@@ -426,13 +440,9 @@ async def test_one_in_doubt_is_not_passed_over_for_a_replica_that_takes_nothing(
 
 
 async def test_one_in_doubt_is_tried_by_few_at_a_time(world: World) -> None:
-    wide = Capacity(context_tokens=32_768, knee=(KneeStep(None, 8),))
-    backends = {name: replace(backend, capacity=wide) for name, backend in POLICY.backends.items()}
-    world.policy = replace(POLICY, backends=backends)
+    world.policy = WIDE
     world.pipeline.policy_changed()
-    for text in ("a", "b", "c"):
-        world.answers(light_0=Script(status=500), light_1=GOOD)
-        await world.run(world.request(), members={"user": text})
+    await fail_in_a_row(world)
     world.clock.time += PAUSE_S
     gate = anyio.Event()
     for _ in range(5):
@@ -450,13 +460,9 @@ async def test_one_in_doubt_is_tried_by_few_at_a_time(world: World) -> None:
 
 async def test_who_waits_for_one_in_doubt_starts_there_once_it_has_begun_to_answer(world: World) -> None:
     """Its requests may run for minutes, and the queue is not to wait for the end of one."""
-    wide = Capacity(context_tokens=32_768, knee=(KneeStep(None, 8),))
-    backends = {name: replace(backend, capacity=wide) for name, backend in POLICY.backends.items()}
-    world.policy = replace(POLICY, backends=backends)
+    world.policy = WIDE
     world.pipeline.policy_changed()
-    for text in ("a", "b", "c"):
-        world.answers(light_0=Script(status=500), light_1=GOOD)
-        await world.run(world.request(), members={"user": text})
+    await fail_in_a_row(world)
     world.clock.time += PAUSE_S
     held = [*await fill(world, "light-1", 8), *await fill(world, "push", 8)]
     begins, ends = anyio.Event(), anyio.Event()
@@ -485,9 +491,7 @@ async def test_who_waits_for_one_in_doubt_starts_there_when_its_pause_is_over(
     waits = tuple(replace(one, waiting=replace(one.waiting, max_wait_s=60.0)) for one in model.classes)
     world.policy = replace(POLICY, models=(replace(model, classes=waits),))
     world.pipeline.policy_changed()
-    for text in ("a", "b", "c"):
-        world.answers(light_0=Script(status=500), light_1=GOOD)
-        await world.run(world.request(), members={"user": text})
+    await fail_in_a_row(world)
     world.clock.time += PAUSE_S - 1
     held = [*await fill(world, "light-1"), *await fill(world, "push")]
     world.answers(light_0=GOOD)
@@ -510,15 +514,11 @@ async def test_who_waits_for_one_in_doubt_starts_there_when_the_doubt_is_over(
 ) -> None:
     """The few that it was given read their prompts for longer than a doubt lasts."""
     monkeypatch.setattr(pipeline, "REPEATED_S", 0.5)
-    wide = Capacity(context_tokens=32_768, knee=(KneeStep(None, 8),))
-    backends = {name: replace(backend, capacity=wide) for name, backend in POLICY.backends.items()}
     (model,) = POLICY.models
     waits = tuple(replace(one, waiting=replace(one.waiting, max_wait_s=600.0)) for one in model.classes)
-    world.policy = replace(POLICY, backends=backends, models=(replace(model, classes=waits),))
+    world.policy = replace(WIDE, models=(replace(model, classes=waits),))
     world.pipeline.policy_changed()
-    for text in ("a", "b", "c"):
-        world.answers(light_0=Script(status=500), light_1=GOOD)
-        await world.run(world.request(), members={"user": text})
+    await fail_in_a_row(world)
     world.clock.time += PAUSE_S
     held = [*await fill(world, "light-1", 8), *await fill(world, "push", 8)]
     gate = anyio.Event()
