@@ -11,22 +11,20 @@ import gc
 import importlib
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.abc
 
-IS_POSSIBLE = hasattr(os, "pidfd_open")  # Linux
 MODULES = (
     *("gateway.__main__", "gateway.process", "gateway.app", "gateway.supervisor", "gateway.job_commands"),
     *("gateway.simulator", "gateway.simulator.server", "gateway.store.keeper", "gateway.upstream.control"),
@@ -34,6 +32,16 @@ MODULES = (
     *("gateway.telemetry.tracing", "gateway.telemetry.otlp_metrics", "gateway.store.webhooks"),
 )
 
+
+def _is_possible() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # not Linux, or before 5.3, or in a sandbox
+        return False
+    return True
+
+
+IS_POSSIBLE = _is_possible()
 
 # ------------------------------------------------------------------ in the test
 
@@ -120,10 +128,9 @@ def _ordered(order: bytes) -> Forked:
 @functools.cache
 def _loaded() -> str:
     """Return where this process's loaded one listens; it ends with this process."""
-    folder = Path(tempfile.mkdtemp())  # short: a socket's name has 108 bytes at most
-    address = str(folder / "loaded")
+    name = secrets.token_hex(16)
     process = subprocess.Popen(
-        [sys.executable, "-P", __file__, address],
+        [sys.executable, "-P", __file__, name],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -132,7 +139,11 @@ def _loaded() -> str:
     atexit.register(process.communicate)
     assert process.stdout is not None
     assert process.stdout.readline() == b"loaded\n"
-    return address
+    return _address(name)
+
+
+def _address(name: str) -> str:
+    return f"\0{name}"  # in Linux's own namespace, not the file system's
 
 
 # ------------------------------------------------------------------ in the process that is forked
@@ -144,7 +155,7 @@ def main() -> None:
         importlib.import_module(module)
     assert threading.active_count() == 1
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(sys.argv[1])
+    listener.bind(_address(sys.argv[1]))
     listener.listen(64)
     gc.freeze()
     sys.stdout.write("loaded\n")
