@@ -392,6 +392,13 @@ WIDE = replace(
 )
 
 
+def patient(policy: Policy, max_wait_s: float) -> Policy:
+    """Return the policy with classes whose requests wait for so long."""
+    (model,) = policy.models
+    waits = tuple(replace(one, waiting=replace(one.waiting, max_wait_s=max_wait_s)) for one in model.classes)
+    return replace(policy, models=(replace(model, classes=waits),))
+
+
 async def fail_in_a_row(world: World) -> None:
     """Put light-0 in doubt."""
     for text in ("a", "b", "c"):
@@ -487,9 +494,7 @@ async def test_who_waits_for_one_in_doubt_starts_there_when_its_pause_is_over(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "PAUSE_S", 0.5)
-    (model,) = POLICY.models
-    waits = tuple(replace(one, waiting=replace(one.waiting, max_wait_s=60.0)) for one in model.classes)
-    world.policy = replace(POLICY, models=(replace(model, classes=waits),))
+    world.policy = patient(POLICY, 60.0)
     world.pipeline.policy_changed()
     await fail_in_a_row(world)
     world.clock.time += PAUSE_S - 1
@@ -514,9 +519,7 @@ async def test_who_waits_for_one_in_doubt_starts_there_when_the_doubt_is_over(
 ) -> None:
     """The few that it was given read their prompts for longer than a doubt lasts."""
     monkeypatch.setattr(pipeline, "REPEATED_S", 0.5)
-    (model,) = POLICY.models
-    waits = tuple(replace(one, waiting=replace(one.waiting, max_wait_s=600.0)) for one in model.classes)
-    world.policy = replace(WIDE, models=(replace(model, classes=waits),))
+    world.policy = patient(WIDE, 600.0)
     world.pipeline.policy_changed()
     await fail_in_a_row(world)
     world.clock.time += PAUSE_S

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from gateway import profiles
 from gateway.core.kv import KvFormula
@@ -30,11 +30,12 @@ _KV = KvFormula(sliding_layers=0, global_layers=0)
 class Sourced(Section, Generic[_T]):
     """A figure with where it comes from."""
 
-    value: _T = Field(description="The figure itself.")
-    basis: Literal["measured", "derived", "fitted", "guessed"] = Field(
-        "guessed", description="How the figure was obtained. Unset: guessed."
-    )
-    source: Text = Field("site configuration", description="Who measured it, or what it was derived from.")
+    value: _T
+    """The figure itself."""
+    basis: Literal["measured", "derived", "fitted", "guessed"] = "guessed"
+    """How the figure was obtained. Unset: guessed."""
+    source: Text = "site configuration"
+    """Who measured it, or what it was derived from."""
 
 
 def _bare(written: Any) -> Any:
