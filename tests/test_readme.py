@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import anyio
-import httpx
 import pytest
 from click.testing import CliRunner
+from support import clients
 from support.processes import running
 from support.site import site
 from support.vocabulary import gemma_like
@@ -66,7 +66,7 @@ async def test_serve(tmp_path: Path) -> None:
     file.write_text(re.sub(r"^(listen|admin): \S+", r"\1: 127.0.0.1:0", shipped, flags=re.MULTILINE))
     async with running("serve", str(file)) as gateway:
         url = (await gateway.wait_for(r"serves (http://\S+)/v1"))[1]
-        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        async with clients.http(base_url=url) as client:
             assert "gemma-4" in (await client.get("/v1/models")).text
             assert (await client.get("/readyz")).status_code == 503  # its backends are not here
 

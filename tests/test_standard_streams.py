@@ -12,6 +12,7 @@ from pathlib import Path
 import anyio
 import httpx
 import pytest
+from support import clients
 from support.processes import COMMAND, lonely_config, reserved_port, until
 
 SCRIPT = """
@@ -59,7 +60,7 @@ async def test_a_gateway_without_input_and_output_serves(tmp_path: Path) -> None
     try:
         await until(serves)
         url = re.findall(r"serves (\S+)/v1", log.read_text())[0]
-        async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
+        async with clients.http(timeout=10.0) as client:
             assert (await client.get(f"{url}/v1/models")).status_code == 200
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
@@ -112,7 +113,7 @@ async def test_a_gateway_whose_log_cannot_be_written_serves(
             stderr=stderr,
         )
         try:
-            async with httpx.AsyncClient(trust_env=False, timeout=30.0) as client:
+            async with clients.http(timeout=30.0) as client:
 
                 async def serves() -> bool:
                     assert process.returncode is None

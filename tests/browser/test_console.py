@@ -12,8 +12,8 @@ from itertools import pairwise
 from typing import Any
 
 import anyio
-import httpx
 import pytest
+from support import clients
 from support.browser import Page, browser
 from support.redis_server import own_server
 from support.site import Site, simulated, site
@@ -224,7 +224,7 @@ async def test_a_policy_that_nobody_has_edited_is_read_again(bench: Bench) -> No
     await bench.page.until("document.querySelector('#policy').value.includes('16000')")
     await bench.page.click("#edit")
     changed = f"{await config(bench)}\n# second edition\n"
-    async with httpx.AsyncClient(base_url=bench.site.admin_url, trust_env=False) as http:
+    async with clients.http(base_url=bench.site.admin_url) as http:
         answer = await http.put("/admin/config", content=changed, headers={"if-match": "*"})
     assert answer.status_code == 200, answer.text
 
@@ -371,12 +371,12 @@ Object.fromEntries([...document.querySelectorAll("main *")].filter(isSeen).map((
 
 
 async def config(bench: Bench) -> str:
-    async with httpx.AsyncClient(base_url=bench.site.admin_url, trust_env=False) as http:
+    async with clients.http(base_url=bench.site.admin_url) as http:
         return (await http.get("/admin/config")).text
 
 
 async def kept(bench: Bench) -> list[Any]:
-    async with httpx.AsyncClient(base_url=bench.site.admin_url, trust_env=False) as http:
+    async with clients.http(base_url=bench.site.admin_url) as http:
         found: list[Any] = (await http.get("/admin/requests")).json()
         return found
 

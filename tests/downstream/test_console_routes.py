@@ -6,9 +6,9 @@ from typing import Any
 
 import anyio
 import anyio.abc
-import httpx
 import pytest
 from litestar import Litestar
+from support import clients
 
 from gateway.downstream.console_routes import READERS_MAX, Console
 from gateway.downstream.listener import Listener
@@ -80,7 +80,7 @@ async def read_until(stream: anyio.abc.SocketStream, wanted: bytes) -> bytes:
 async def eventually(condition: Callable[[], bool], port: int) -> None:
     """Return once `condition()` holds; it is asked again after every other answer."""
     with anyio.fail_after(WITHIN_S):
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with clients.http() as http:
             while not condition():
                 await http.get(f"http://127.0.0.1:{port}/console/icon.svg")
                 await anyio.sleep(0.01)
@@ -96,7 +96,7 @@ async def eventually(condition: Callable[[], bool], port: int) -> None:
     ],
 )
 async def test_the_page_and_its_files_bring_a_strict_policy(path: str, kind: str) -> None:
-    async with served(Source()) as (_, port), httpx.AsyncClient(trust_env=False) as http:
+    async with served(Source()) as (_, port), clients.http() as http:
         answer = await http.get(f"http://127.0.0.1:{port}{path}")
 
     policy = answer.headers["content-security-policy"].split("; ")
@@ -110,13 +110,13 @@ async def test_the_page_and_its_files_bring_a_strict_policy(path: str, kind: str
 
 @pytest.mark.parametrize("path", ["/console/nothing.js", "/console/..%2fapp.py", "/console/__init__.py"])
 async def test_nothing_else_is_served(path: str) -> None:
-    async with served(Source()) as (_, port), httpx.AsyncClient(trust_env=False) as http:
+    async with served(Source()) as (_, port), clients.http() as http:
         answer = await http.get(f"http://127.0.0.1:{port}{path}")
     assert answer.status_code == 404
 
 
 async def test_a_request_that_is_not_kept_is_said_to_be_so() -> None:
-    async with served(Source()) as (_, port), httpx.AsyncClient(trust_env=False) as http:
+    async with served(Source()) as (_, port), clients.http() as http:
         kept = await http.get(f"http://127.0.0.1:{port}/admin/request/req-1")
         gone = await http.get(f"http://127.0.0.1:{port}/admin/request/req-2")
     assert kept.json() == {"id": "req-1"}

@@ -11,6 +11,7 @@ import anyio
 import httpx
 import openai
 import pytest
+from support import clients
 from support.processes import config, running
 from support.redis_server import RedisServer
 from support.site import Site, jobs_site, simulated, site
@@ -341,7 +342,7 @@ async def test_a_pending_job_says_where_it_stands(tmp_path: Path, store: RedisSe
         first = await client.responses.create(**ASK, **fields)
         await running.eventually(lambda: running.gateway.worker.running == 1)  # type: ignore[union-attr]
         second = await client.responses.create(**ASK, **fields)
-        async with httpx.AsyncClient(base_url=running.url, trust_env=False) as http:
+        async with clients.http(base_url=running.url) as http:
             answer = await http.get(f"/v1/responses/{second.id}", headers={"authorization": "Bearer a"})
 
         assert answer.json()["queue"]["position"] == 1
@@ -383,7 +384,7 @@ async def test_a_backend_that_dies_costs_no_job(gateway: Site) -> None:
     loads = gateway.gateway.ledger.loads
     await gateway.eventually(lambda: any(load.seqs for load in loads().values()))
     name = next(name for name, load in loads().items() if load.seqs)
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with clients.http() as http:
         await http.post(f"{gateway.backends[name].url}/simulator/fault", json={"fault": "crash"})
 
     assert (await ended(client, job.id)).status == "incomplete"
@@ -414,7 +415,7 @@ health: {interval_s: 0.2}
         file = config(tmp_path, {"light-0": (backend, "h100-tp1-light")}, {"light": ["light-0"]}, rest)
         async with running("serve", "--config", str(file)) as gateway:
             url = (await gateway.wait_for(r"serves (http://\S+)/v1"))[1]
-            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
+            async with clients.sdk(base_url=f"{url}/v1", api_key="x") as client:
                 job = await client.responses.create(
                     **ASK, background=True, max_output_tokens=3_000, extra_body={"ignore_eos": True}
                 )
@@ -425,7 +426,7 @@ health: {interval_s: 0.2}
             await gateway.process.wait()
         async with running("serve", "--config", str(file)) as gateway:
             url = (await gateway.wait_for(r"serves (http://\S+)/v1"))[1]
-            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
+            async with clients.sdk(base_url=f"{url}/v1", api_key="x") as client:
                 done = await ended(client, job.id)
 
     assert done.status == "incomplete"

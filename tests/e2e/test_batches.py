@@ -12,6 +12,7 @@ import anyio
 import openai
 import pytest
 from redis.asyncio import Redis
+from support import clients
 from support.processes import Process, config, running, until
 from support.redis_server import RedisServer
 from support.site import Site, jobs_site
@@ -463,7 +464,7 @@ async def serving(file: Path) -> AsyncIterator[tuple[Process, openai.AsyncOpenAI
     """Run a gateway as a process of its own, with a client of it."""
     async with running("serve", "--config", str(file)) as process:
         url = (await process.wait_for(r"serves (http://\S+)/v1"))[1]
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        async with clients.sdk(base_url=f"{url}/v1", api_key="x") as client:
             yield process, client
 
 

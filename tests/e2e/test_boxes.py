@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 import yaml
+from support import clients
 from support.redis_server import own_server
 
 from gateway import settings
@@ -50,7 +51,7 @@ class Boxed:
         await self.until(lambda: (self.box().state, self.box().backend) == (State.RESIDENT, name))
 
     async def ask(self, model: str, **body: Any) -> httpx.Response:
-        async with httpx.AsyncClient(base_url=self.url, timeout=120, trust_env=False) as client:
+        async with clients.http(base_url=self.url, timeout=120) as client:
             return await client.post("/v1/chat/completions", json={"model": model, **CHAT, **body})
 
     def is_unharmed(self) -> bool:
@@ -173,7 +174,7 @@ async def test_nobody_is_cut_off_by_a_swap(tmp_path: Path) -> None:
         assert [name for name, _ in ended] == ["gemma", "qwen", "qwen"]
         assert ended[0][1].json()["usage"]["completion_tokens"] == 600
         assert site.box().backend == "qwen"
-        async with httpx.AsyncClient(base_url=site.admin_url) as admin:
+        async with clients.http(base_url=site.admin_url) as admin:
             page = (await admin.get("/metrics")).text
         assert re.search(r'gateway_box_swaps_total\{backend="qwen",box="spark",cause="(jobs|age)"\} 1', page)
         assert 'gateway_box_boot_seconds{backend="qwen",box="spark"}' in page
@@ -181,7 +182,7 @@ async def test_nobody_is_cut_off_by_a_swap(tmp_path: Path) -> None:
 
 
 async def test_operators_see_what_decides_and_what_comes_next(tmp_path: Path) -> None:
-    async with boxed(tmp_path) as site, httpx.AsyncClient(base_url=site.admin_url) as admin:
+    async with boxed(tmp_path) as site, clients.http(base_url=site.admin_url) as admin:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(site.ask, "qwen")
             await site.until(lambda: bool(site.gateway.boxes.snapshots()["spark"].plan.target))
@@ -219,7 +220,7 @@ async def test_a_model_that_answers_nonsense_never_gets_a_request(tmp_path: Path
         assert (await site.ask("gemma")).status_code == 200
         status = site.gateway.fleet.statuses()["qwen"]
         assert (status.state.value, status.reason[:29]) == ("out", "in quarantine: canary failed:")
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with clients.http() as http:
             page = (await http.get(f"{site.admin_url}/metrics")).text
         served = re.findall(r'gateway_class_served\{model="(\w+)",traffic_class="work"\} (\S+)', page)
         assert served == [("gemma", "1.0"), ("qwen", "0.0")]
@@ -233,7 +234,7 @@ async def test_a_box_on_which_nothing_answers_correctly_is_not_ready(tmp_path: P
     async with (
         simulated_box(options) as machine,
         gateway_at(machine, tmp_path, by_request(machine)) as site,
-        httpx.AsyncClient(trust_env=False) as http,
+        clients.http() as http,
     ):
         await site.until(lambda: site.box().state is State.FAILED)
         statuses = site.gateway.fleet.statuses
@@ -486,9 +487,9 @@ async def test_jobs_that_wait_in_the_store_are_one_batch_and_one_swap(tmp_path: 
         for site in sites:
             await site.resident("gemma")
         client = await stack.enter_async_context(
-            openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key="-", max_retries=0)
+            clients.sdk(base_url=f"{one.url}/v1", api_key="-", max_retries=0)
         )
-        admin = await stack.enter_async_context(httpx.AsyncClient(base_url=one.admin_url, trust_env=False))
+        admin = await stack.enter_async_context(clients.http(base_url=one.admin_url))
 
         async def hand_over() -> str:
             job = await client.responses.create(

@@ -27,6 +27,7 @@ import httpx
 import pytest
 from anyio.abc import TaskGroup, TaskStatus
 from redis.asyncio import Redis
+from support import clients
 from support.processes import Process, config, reserved_port, running, until
 from support.redis_server import RedisServer, binary
 
@@ -142,7 +143,7 @@ class Member:
         return self.lives[-1]
 
     async def _is_up(self) -> bool:
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with clients.http() as client:
             backends = (await client.get(f"{self.admin}/admin/backends")).json()
         return all(backend["state"] == "up" for backend in backends.values())
 
@@ -264,7 +265,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
             member = Member(file, f"http://127.0.0.1:{listen}", f"http://127.0.0.1:{admin}", redis, lives)
             await member.start()
             gateways[name] = member
-        http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+        http = await stack.enter_async_context(clients.http())
         yield Site(gateways, engines, valkey, redis, http)
 
 
@@ -317,22 +318,22 @@ class Crowd:
         """Ask one gateway for one thing after the other, and the next gateway where that one fails."""
         dice = random.Random(f"{SEED} {home} {number}")
         async with AsyncExitStack() as stack:
-            clients = {}
+            callers = {}
             for name, member in self.site.gateways.items():
-                client = httpx.AsyncClient(base_url=member.url, trust_env=False, timeout=60)
-                clients[name] = await stack.enter_async_context(client)
+                client = clients.http(base_url=member.url, timeout=60)
+                callers[name] = await stack.enter_async_context(client)
             name = home
             while not self.is_over:
                 began = clock.wall()
                 fields, patience_s = _drawn(dice), _patience_s(dice) if self.leaves else None
                 try:
-                    ending = await self._ask(clients[name], fields, dice.choice(KEYS), patience_s)
+                    ending = await self._ask(callers[name], fields, dice.choice(KEYS), patience_s)
                     name = home
                 except httpx.TransportError as error:
                     ending = "cut off"
                     if not self.site.gateways[name].was_away(began, clock.wall()):
                         self.faults.append(f"{name}: {type(error).__name__} {error}")
-                    name = next(other for other in clients if other != name)
+                    name = next(other for other in callers if other != name)
                 self.endings[ending] += 1
                 if ending == "shed":
                     await anyio.sleep(dice.uniform(0.05, 0.3))

@@ -13,6 +13,7 @@ import anyio
 import httpx
 import openai
 import pytest
+from support import clients
 from support.processes import config, running, until
 from support.redis_server import RedisServer
 from support.site import Site, jobs_site, simulated, site
@@ -116,7 +117,7 @@ async def test_a_chat_is_handed_over_and_fetched_in_both_forms(gateway: Site) ->
     job = await ended(gateway, body["id"])
     response = await client.responses.retrieve(body["id"])
     completion = await client.chat.completions.retrieve(body["id"].replace("resp_", "chatcmpl-"))
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with clients.http() as http:
         noted = (await http.get(f"{gateway.admin_url}/admin/requests")).json()
 
     assert raw.status_code == 202
@@ -184,7 +185,7 @@ async def test_one_that_fails_in_time_is_the_error_it_would_have_been(
 
 
 async def fault(url: str, name: str | None) -> None:
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with clients.http() as http:
         answer = await http.post(f"{url}/simulator/fault", json={"fault": name})
         assert answer.is_success, answer.text
 
@@ -379,7 +380,7 @@ async def test_a_job_is_run_in_the_class_in_which_it_was_handed_over(
         raw = await running.openai(api_key="a").chat.completions.with_raw_response.create(
             **ASK, extra_headers={"careful": "yes"}
         )
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with clients.http() as http:
             requests = (await http.get(f"{running.admin_url}/admin/requests")).json()
 
     assert raw.headers["x-gateway-class"] == "careful"
@@ -844,7 +845,7 @@ async def test_who_waits_for_a_job_is_told_where_its_answer_will_be(
         one = await stack.enter_async_context(
             chat_site(tmp_path, store, jobs={"running_max": 1}, waiting=silent)
         )
-        client = await stack.enter_async_context(httpx.AsyncClient(timeout=60, trust_env=False))
+        client = await stack.enter_async_context(clients.http(timeout=60))
 
         async def ask() -> None:
             body = {**ASK, **THINKING, "stream": form.startswith("stream")}
@@ -877,7 +878,7 @@ async def test_who_waits_for_a_job_is_told_where_its_answer_will_be(
 async def test_whose_job_is_accepted_as_the_gateway_ends_is_told_so(
     tmp_path: Path, store: RedisServer
 ) -> None:
-    async with chat_site(tmp_path, store) as one, httpx.AsyncClient(timeout=10, trust_env=False) as client:
+    async with chat_site(tmp_path, store) as one, clients.http(timeout=10) as client:
         assert one.gateway.worker is not None
         await one.gateway.worker.stop()
         one.gateway.applications.end()
@@ -895,7 +896,7 @@ async def test_who_has_a_stream_is_told_of_the_end_while_a_silent_store_takes_no
     tmp_path: Path, store: RedisServer
 ) -> None:
     left: list[int] = []
-    async with httpx.AsyncClient(timeout=60, trust_env=False) as http, anyio.create_task_group() as reading:
+    async with clients.http(timeout=60) as http, anyio.create_task_group() as reading:
         async with chat_site(tmp_path, store, speed=1.0) as one:
             worker = one.gateway.worker
             assert worker is not None
@@ -928,7 +929,7 @@ async def test_who_has_a_stream_is_told_of_the_end_while_a_silent_store_takes_no
 async def test_who_leaves_a_gateway_that_drains_has_left(tmp_path: Path, store: RedisServer) -> None:
     async with chat_site(tmp_path, store, jobs={"running_max": 1}) as one, occupied(one):
         async with (
-            httpx.AsyncClient(timeout=60, trust_env=False) as client,
+            clients.http(timeout=60) as client,
             anyio.create_task_group() as asking,
         ):
             body, headers = {**ASK, **THINKING}, {"authorization": "Bearer a"}
@@ -979,8 +980,8 @@ async def test_a_gateway_that_drains_serves_those_who_wait_in_its_queue(
     """Nobody else is there to do it; and then it ends, long before its time for that is over."""
     async with (
         processes(tmp_path, store, 1, speed=20) as [(gateway, url)],
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
-        httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http,
+        clients.sdk(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
+        clients.http(base_url=url, timeout=60) as http,
     ):
         first = await client.chat.completions.create(**LONG, **THINKING, extra_body=FOREVER, stream=True)
         await anext(first)
@@ -1004,13 +1005,13 @@ async def test_a_gateway_that_drains_serves_those_who_wait_in_its_queue(
 async def test_the_answer_outlives_the_gateway_that_was_killed(tmp_path: Path, store: RedisServer) -> None:
     """Two gateways on one store: the one with the caller dies in the middle, the other has the answer."""
     async with processes(tmp_path, store, 2, speed=5) as [(gateway, url), (_, other)]:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+        async with clients.sdk(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
             stream = await client.chat.completions.create(**LONG, **THINKING, extra_body=FOREVER, stream=True)
             first = await anext(stream)
             gateway.process.kill()
             with pytest.raises((openai.APIConnectionError, httpx.RemoteProtocolError)):  # openai 2
                 _ = [chunk async for chunk in stream]
-        async with openai.AsyncOpenAI(base_url=f"{other}/v1", api_key="x", max_retries=0) as client:
+        async with clients.sdk(base_url=f"{other}/v1", api_key="x", max_retries=0) as client:
             with anyio.fail_after(60):
                 while True:
                     try:
@@ -1028,7 +1029,7 @@ async def test_explain_says_that_a_chat_is_queued_without_a_longest_wait(gateway
     chat = {"model": "gemma-4", "messages": [{"role": "user", "content": "hi"}], "reasoning_effort": "high"}
     thought = {"model": "gemma-4", "prompt": "hi", "reasoning_effort": "high"}
     questions: list[dict[str, Any]] = [{"request": chat}, {"request": thought, "completions": True}]
-    async with httpx.AsyncClient(base_url=gateway.admin_url, trust_env=False) as http:
+    async with clients.http(base_url=gateway.admin_url) as http:
         queued, direct = [
             (await http.post("/admin/explain", json={**question, "key": "a"})).json()
             for question in questions

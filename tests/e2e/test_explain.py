@@ -12,6 +12,7 @@ import httpx
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from support import clients
 from support.site import Site, simulated, site
 
 from gateway.cli import main
@@ -41,7 +42,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Site]:
 
 
 async def asked(fleet: Site, **question: Any) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=fleet.admin_url, trust_env=False) as http:
+    async with clients.http(base_url=fleet.admin_url) as http:
         return await http.post("/admin/explain", json=question)
 
 
@@ -124,7 +125,7 @@ async def test_a_past_request_is_of_the_same_class_again(
 async def test_of_a_past_request_its_text_and_what_nobody_asked_for_are_not_kept(fleet: Site) -> None:
     headers = {"x-tier": SECRET_TEXT, "x-other": SECRET_TEXT}
     request_id = await sent(fleet, headers, messages=[{"role": "user", "content": SECRET_TEXT}])
-    async with httpx.AsyncClient(base_url=fleet.admin_url, trust_env=False) as http:
+    async with clients.http(base_url=fleet.admin_url) as http:
         kept = (await http.get(f"/admin/request/{request_id}")).text
     models = {
         "gemma-4": {"classes": [{"class": "all", "when": {"header": {"x-other": True}}, "pools": ["push"]}]}

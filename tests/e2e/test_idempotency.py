@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 from redis.asyncio import Redis
+from support import clients
 from support.processes import config, running
 from support.redis_server import RedisServer, binary, own_server
 from support.site import Site, simulated, site
@@ -452,7 +453,7 @@ health: {interval_s: 0.2}
                 running("serve", "--config", str(file)) as other,
             ):
                 urls = [(await one.wait_for(r"serves (http://\S+)/v1"))[1] for one in (doomed, other)]
-                async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+                async with clients.http(timeout=60) as client:
 
                     async def ask(url: str) -> httpx.Response:
                         request = client.build_request(
@@ -499,7 +500,7 @@ async def test_workers_without_a_store_share_promises(tmp_path: Path) -> None:
             workers: set[str] = set()
             with anyio.fail_after(60):
                 while len(workers) < 2:  # which worker accepts a connection is chance
-                    async with httpx.AsyncClient(trust_env=False, base_url=url, timeout=60) as client:
+                    async with clients.http(base_url=url, timeout=60) as client:
                         answer = await client.post("/v1/chat/completions", json=CHAT, headers=KEYED)
                         if answer.status_code == 200:
                             ids.add(answer.json()["id"])
@@ -511,7 +512,7 @@ async def test_workers_without_a_store_share_promises(tmp_path: Path) -> None:
 async def _workers_with(output: str, request_id: str) -> set[str]:
     """Return the operators' addresses of the workers that remember a request."""
     found = set()
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with clients.http() as client:
         for line in output.splitlines():
             if "operators: http" in line and "(worker" in line:
                 admin = line.split("operators: ")[1].split("/admin")[0].split(" ")[0]

@@ -33,6 +33,7 @@ import pytest
 import yaml
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
+from support import clients
 from support.job_crowd import Crowd, Follow, HandedOver, drawn
 from support.job_world import LEFT, JobWorld
 from support.processes import Mortal, reserved_port, running
@@ -206,7 +207,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
                 starting.start_soon(mortal.start)
         # No connection is kept: its server may close it, or die, just as it is used again.
         limits = httpx.Limits(max_keepalive_connections=0)
-        http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, limits=limits, timeout=30))
+        http = await stack.enter_async_context(clients.http(limits=limits, timeout=30))
         redis = Redis.from_url(valkey.url, decode_responses=True)
         stack.push_async_callback(redis.aclose)
         yield Site(

@@ -14,6 +14,7 @@ import anyio
 import httpx
 import openai
 import pytest
+from support import clients
 from support.processes import COMMAND, Process, config, running, until
 from support.redis_server import RedisServer
 
@@ -46,7 +47,7 @@ class World:
         """Start a gateway that takes jobs in."""
         process = await self.stack.enter_async_context(running("serve", "--config", str(self.file)))
         url = (await process.wait_for(r"serves (http://\S+)/v1"))[1]
-        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
+        client = clients.sdk(base_url=f"{url}/v1", api_key="x", max_retries=0)
         return Serving(process, await admin_of(process), await self.stack.enter_async_context(client))
 
     async def worker(self) -> "Working":
@@ -65,12 +66,12 @@ class Working:
 
     async def get(self, path: str) -> httpx.Response:
         """Ask the admin port."""
-        async with httpx.AsyncClient(base_url=self.admin, trust_env=False) as http:
+        async with clients.http(base_url=self.admin) as http:
             return await http.get(path)
 
     async def post(self, path: str) -> httpx.Response:
         """Order something of the admin port."""
-        async with httpx.AsyncClient(base_url=self.admin, trust_env=False) as http:
+        async with clients.http(base_url=self.admin) as http:
             return await http.post(path)
 
 
@@ -233,7 +234,7 @@ async def command(*arguments: str, **environ: str) -> Said:
 
 async def metric(admin: str, line: str) -> float | None:
     """Return the value of a line of metrics, or None where there is none."""
-    async with httpx.AsyncClient(base_url=admin, trust_env=False) as http:
+    async with clients.http(base_url=admin) as http:
         found = re.search(rf"^{re.escape(line)} (\S+)$", (await http.get("/metrics")).text, re.MULTILINE)
     return None if found is None else float(found[1])
 
@@ -345,7 +346,7 @@ async def test_jobs_are_looked_at_cancelled_and_tried_again(tmp_path: Path, stor
 async def test_what_is_asked_for_wrongly_is_refused(tmp_path: Path, store: RedisServer) -> None:
     async with world(tmp_path, store) as site:
         serving = await site.serve()
-        async with httpx.AsyncClient(base_url=serving.admin, trust_env=False) as http:
+        async with clients.http(base_url=serving.admin) as http:
             page = await http.post("/admin/jobs/drain", headers={"origin": "https://attacker.example"})
             name = await http.get("/admin/jobs", headers={"host": "attacker.example:9090"})
         answers = [

@@ -12,6 +12,7 @@ from pathlib import Path
 import anyio
 import httpx
 import pytest
+from support import clients
 from support.redis_server import own_server
 from support.site import simulated, site
 
@@ -96,7 +97,7 @@ async def test_what_is_cut_at_the_end_has_not_been_left_by_its_caller(
     async def ask(url: str, *, stream: bool, begun: anyio.Event) -> None:
         body = chat | {"stream": stream}
         async with (
-            httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client,
+            clients.http(base_url=url, timeout=60) as client,
             client.stream("POST", "/v1/chat/completions", json=body) as got,
         ):
             parts = []

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
-import httpx
 import pytest
+from support import clients
 from support.processes import COMMAND, lonely_config, until
 
 REQUESTS = 400
@@ -54,7 +54,7 @@ async def test_a_gateway_whose_log_nobody_reads_goes_on(tmp_path: Path, reader: 
     try:
         await until(lambda: reader.finds("console: http"))
         url = re.findall(r"serves (\S+)/v1", reader.text)[0]
-        async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
+        async with clients.http(timeout=10.0) as client:
 
             async def ask() -> None:
                 for _ in range(REQUESTS):

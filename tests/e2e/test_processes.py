@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
 import openai
 import pytest
+from support import clients
 from support.processes import LOOK_S, Process, config, running, until, wait_gone
 
 FLEET = {
@@ -56,7 +56,7 @@ async def processes(tmp_path: Path) -> AsyncIterator[dict[str, Process]]:
 async def addresses(gateway: Process) -> tuple[str, str]:
     url = (await gateway.wait_for(r"serves (http://\S+)/v1"))[1]
     admin = (await gateway.wait_for(r"operators: (http://[^/\s]+)"))[1]
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with clients.http() as client:
 
         async def knows_every_backend() -> bool:
             if (await client.get(f"{url}/readyz")).status_code != 200:
@@ -113,7 +113,7 @@ async def test_two_hundred_mixed_requests_all_end_well(processes: dict[str, Proc
                 assert isinstance(error.message, str)
                 endings[str(error.code)] += 1
 
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=120) as client:
+    async with clients.sdk(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=120) as client:
         with anyio.fail_after(150):
             async with anyio.create_task_group() as tasks:
                 for number in range(200):
@@ -131,7 +131,7 @@ async def test_two_hundred_mixed_requests_all_end_well(processes: dict[str, Proc
 
 async def in_flight_returns_to_zero(admin: str) -> None:
     """Return once neither the gateway nor any engine has anything left."""
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with clients.http() as client:
         with anyio.fail_after(20):
             while True:
                 backends = (await client.get(f"{admin}/admin/backends")).json()
@@ -157,12 +157,12 @@ async def test_sigterm_drains_and_a_second_signal_ends_at_once(processes: dict[s
         "stream": True,
         "extra_body": {"ignore_eos": True},
     }
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+    async with clients.sdk(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
         stream = await client.chat.completions.create(**fields)
         await anext(aiter(stream))
         gateway.process.send_signal(signal.SIGTERM)
         await gateway.wait_for("draining")
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with clients.http() as http:
             assert (await http.get(f"{url}/readyz")).status_code == 503
         await anext(aiter(stream))  # still running
         async with anyio.create_task_group() as tasks:
@@ -189,7 +189,7 @@ async def test_what_a_second_signal_cuts_off_has_its_line(processes: dict[str, P
             await upload.receive()  # accepted: what follows is read before another's request
             head = f"POST {path} HTTP/1.1\r\nHost: gateway\r\nContent-Length: 9\r\n\r\n"
             await upload.send(f"{head}{{".encode())
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with clients.http() as http:
             await http.get(f"{url}/healthz")
         gateway.process.send_signal(signal.SIGTERM)
         await gateway.wait_for("draining")
@@ -216,7 +216,7 @@ shutdown: {{notice_s: {notice_s}}}
         file = config(tmp_path, backends, {"light": ["light-0"]}, rest)
         async with (
             running("serve", "--config", str(file)) as gateway,
-            httpx.AsyncClient(trust_env=False) as http,
+            clients.http() as http,
         ):
             url, admin = await addresses(gateway)
             gateway.process.send_signal(signal.SIGTERM)

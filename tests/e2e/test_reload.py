@@ -18,6 +18,7 @@ import openai
 import pytest
 import yaml
 from anyio.abc import TaskGroup
+from support import clients
 from support.processes import config, running
 from support.redis_server import RedisServer
 from support.site import Site, simulated, site
@@ -65,7 +66,7 @@ def without(document: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 async def put(gateway: Site, document: object, match: str = "*") -> httpx.Response:
-    async with httpx.AsyncClient(base_url=gateway.admin_url, trust_env=False) as client:
+    async with clients.http(base_url=gateway.admin_url) as client:
         source = document if isinstance(document, str) else yaml.safe_dump(document)
         return await client.put("/admin/config", content=source, headers={"if-match": match})
 
@@ -122,7 +123,7 @@ async def test_no_policy_is_worked_out_on_the_event_loop(
     document = {**written(gateway), "routing": {"attempts_max": 2}}
     assert (await put(gateway, document)).status_code == 200
     question = {"request": ASK, "config": yaml.safe_dump(document)}
-    async with httpx.AsyncClient(base_url=gateway.admin_url, trust_env=False) as client:
+    async with clients.http(base_url=gateway.admin_url) as client:
         assert (await client.post("/admin/explain", json=question)).status_code == 200
 
     assert len(threads) >= 3
@@ -370,7 +371,7 @@ async def test_origins_change_at_once_and_never_for_operators(gateway: Site) -> 
     page = {"origin": "https://app.example.com"}
     asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     document, name = written(gateway), "access-control-allow-origin"
-    admin = httpx.AsyncClient(base_url=gateway.admin_url, trust_env=False)
+    admin = clients.http(base_url=gateway.admin_url)
     async with gateway.http() as client, admin:
         for origins, allowed in (([page["origin"]], page["origin"]), ("*", "*"), ([], None)):
             answer = await put(gateway, document | {"allowed_origins": origins})
@@ -401,7 +402,7 @@ async def test_what_cannot_change_is_named_and_stays(gateway: Site) -> None:
 
 
 async def waits_for_a_restart(gateway: Site) -> tuple[list[str], float | None]:
-    async with httpx.AsyncClient(base_url=gateway.admin_url, trust_env=False) as client:
+    async with clients.http(base_url=gateway.admin_url) as client:
         listed = (await client.get("/admin/config/versions")).json()
     assert listed[0]["in_force"]
     gauge = gateway.gateway.metrics.registry.get_sample_value("gateway_config_restart_needed")
@@ -419,7 +420,7 @@ async def test_what_the_next_start_would_lack_is_a_warning_now(gateway: Site) ->
 
 async def test_a_configuration_is_replaced_only_by_who_has_seen_it(gateway: Site) -> None:
     document = written(gateway)
-    async with httpx.AsyncClient(base_url=gateway.admin_url, trust_env=False) as client:
+    async with clients.http(base_url=gateway.admin_url) as client:
         shown = await client.get("/admin/config")
         assert yaml.safe_load(shown.text) == document
         first = shown.headers["etag"]

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
 import openai
 import pytest
 from openai.types.responses import ParsedResponse, Response
 from pydantic import BaseModel
+from support import clients
 from support.redis_server import own_server
 from support.site import Site, simulated, site
 
@@ -653,7 +653,7 @@ async def test_a_tool_may_answer_with_a_picture(fleet: Site) -> None:
 
 async def test_nothing_of_what_was_said_reaches_the_operators(one: Site) -> None:
     await one.openai().responses.create(model="gemma-4", input=SKY, max_output_tokens=5)
-    async with httpx.AsyncClient(base_url=one.admin_url, trust_env=False) as client:
+    async with clients.http(base_url=one.admin_url) as client:
         requests = (await client.get("/admin/requests")).text
 
     assert "sky blue" not in requests

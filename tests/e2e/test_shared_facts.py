@@ -9,10 +9,10 @@ from typing import Any
 from uuid import uuid4
 
 import anyio
-import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
+from support import clients
 from support.redis_server import RedisServer, own_server
 from support.site import Site, simulated, site
 
@@ -118,7 +118,7 @@ async def test_a_backend_that_fails_through_one_gateway_is_ejected_at_the_other(
         status = pair.other.gateway.fleet.statuses()["light-0"]
         assert status.reason.startswith(f"seen by {name(pair.one)}: 3 failures")
         assert (status.served, status.failed) == (0, 0)
-        async with httpx.AsyncClient(base_url=pair.other.admin_url, trust_env=False) as operator:
+        async with clients.http(base_url=pair.other.admin_url) as operator:
             view = (await operator.get("/admin/replicas")).json()
             page = (await operator.get("/metrics")).text
         assert (view["mode"], view["replicas"], view["owner"]) == ("shared", 2, name(pair.other))

@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 from click.testing import CliRunner
+from support import clients
 from support.site import SPEED, Site, simulated, site
 
 from gateway.cli import main
@@ -200,7 +201,7 @@ async def test_what_fits_nowhere_is_refused_before_any_backend_is_bothered(fleet
     with pytest.raises(openai.BadRequestError) as caught:
         await fleet.openai().completions.create(model="gemma-4", prompt="river " * 400_000)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with clients.http() as client:
         metrics = (await client.get(f"{fleet.backends['push'].url}/metrics")).text
     assert 'handler="/v1/chat/completions"' not in metrics
 
@@ -551,7 +552,7 @@ async def test_operators_see_the_fleet_and_why(fleet: Site) -> None:
     raw = await fleet.openai().chat.completions.with_raw_response.create(
         model="gemma-4", messages=HELLO, max_tokens=5
     )
-    async with httpx.AsyncClient(base_url=fleet.admin_url, trust_env=False) as client:
+    async with clients.http(base_url=fleet.admin_url) as client:
         backends = (await client.get("/admin/backends")).json()
         requests = (await client.get("/admin/requests")).json()
         last = (await client.get("/admin/requests?limit=1")).json()
@@ -596,11 +597,11 @@ async def test_what_somebody_else_runs_on_a_backend_is_seen(
         body = {"model": served, "messages": LONG, "max_tokens": 5_000, "stream": True}
         url = f"{running.backends['light-0'].url}/v1/chat/completions"
         async with (
-            httpx.AsyncClient(trust_env=False, timeout=60) as stranger,
+            clients.http(timeout=60) as stranger,
             stranger.stream("POST", url, json=body | {"ignore_eos": True}),
         ):
             await running.eventually(lambda: drift("light-0").seqs == 1 and drift("light-0").kv_blocks > 0)
-            async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as client:
+            async with clients.http(base_url=running.admin_url) as client:
                 shown = (await client.get("/admin/backends")).json()["light-0"]["count_drift"]
                 metrics = (await client.get("/metrics")).text
             view = running.gateway.pipeline._views(running.gateway.policy.backends)["light-0"]
@@ -714,7 +715,7 @@ async def test_draining_finishes_streams_and_refuses_new_work(fleet: Site) -> No
 async def test_whoever_is_cut_off_and_connects_again_is_refused_at_once(tmp_path: Path) -> None:
     lines: list[str] = []
     begun = anyio.Event()
-    async with httpx.AsyncClient(timeout=60, trust_env=False) as client, anyio.create_task_group() as reading:
+    async with clients.http(timeout=60) as client, anyio.create_task_group() as reading:
         async with site(tmp_path) as one:
             url, serving = httpx.URL(one.url), one.gateway.applications.serving
             body = {"model": "gemma-4", "messages": HELLO, "stream": True}

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
+from support import clients
 from support.loops import on_both_loops
 from support.site import Site, simulated, site
 
@@ -34,7 +34,7 @@ async def used(running: Site) -> tuple[list[Any], dict[str, str]]:
             await client.chat.completions.create(**{**options, **wrong})
         said.append((caught.value.status_code, caught.value.code, sorted(caught.value.response.headers)))
     await running.eventually(running.idle)
-    async with httpx.AsyncClient(trust_env=False) as operator:
+    async with clients.http() as operator:
         page = (await operator.get(f"{running.admin_url}/metrics")).text
     return said, dict(COUNTED.findall(page))
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import anyio
-import httpx
 import pytest
 from anyio.abc import SocketStream
 from openai import OpenAI
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
+from support import clients
 from support.raw_server import RawServer, answer_of, raw_server
 from support.redis_server import RedisServer, own_server
 from support.site import simulated, site
@@ -456,7 +456,7 @@ async def test_a_gateway_with_webhooks_delivers_and_counts(world: World, tmp_pat
         )
         store = Announcing(world.url)
         stack.push_async_callback(store.aclose)
-        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+        client = await stack.enter_async_context(clients.http())
         await store.events(1)  # there may be endpoints before the gateway has said so
         await store.announce("response.completed", "resp_1", None)
         await world.failed("ops", 1)

@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 import yaml
+from support import clients
 from support.processes import Process, descendants, parent_of, running, until, wait_gone
 
 WORKERS = 2
@@ -54,7 +55,7 @@ class Gateway:
 
     async def knows_its_backend(self, number: int) -> None:
         """Return once a worker has seen that the backend is up."""
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with clients.http() as client:
 
             async def is_up() -> bool:
                 backends = (await client.get(f"{self.admin[number]}/admin/backends")).json()
@@ -95,19 +96,16 @@ class Gateway:
         be accepted by another worker.
         """
         limits = type(openai.DEFAULT_CONNECTION_LIMITS)(keepalive_expiry=60)
-        kept = openai.DefaultAsyncHttpxClient(limits=limits)
-        return openai.AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key="x", max_retries=0, timeout=120, http_client=kept
-        )
+        return clients.sdk(limits, base_url=f"{self.url}/v1", api_key="x", max_retries=0, timeout=120)
 
     async def version(self, number: int) -> str:
         """Return which configuration a worker has in force."""
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with clients.http() as http:
             return (await http.get(f"{self.admin[number]}/admin/config")).headers["etag"]
 
     async def requests(self, number: int) -> dict[str, Any]:
         """Return the requests that a worker remembers, by id."""
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with clients.http() as http:
             records = (await http.get(f"{self.admin[number]}/admin/requests")).json()
         return {record["id"]: record for record in records}
 
@@ -189,7 +187,7 @@ async def test_both_serve_and_share_one_limit(gateway: Gateway) -> None:
 
     async def watch() -> None:
         nonlocal peak
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with clients.http() as http:
             while not done.is_set():
                 text = (await http.get(f"{gateway.backend}/metrics")).text
                 counts = re.findall(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", text, re.M)
@@ -201,13 +199,13 @@ async def test_both_serve_and_share_one_limit(gateway: Gateway) -> None:
         )
 
     async with AsyncExitStack() as stack:
-        clients = [
+        callers = [
             await stack.enter_async_context(gateway.client_of(number % WORKERS)) for number in range(8)
         ]
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch)
             async with anyio.create_task_group() as calls:
-                for client in clients:
+                for client in callers:
                     calls.start_soon(call, client)
             done.set()
 
@@ -281,7 +279,7 @@ async def test_a_worker_that_is_replaced_has_the_configuration_of_the_others(tmp
 
         gateway.admin = (gateway.admin[0], started[1])
         assert await gateway.version(0) == await gateway.version(1)
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with clients.http() as http:
             checked = [
                 (await http.post(f"{admin}/admin/config/check", content=config.read_bytes())).json()
                 for admin in gateway.admin
@@ -378,12 +376,12 @@ async def test_a_signal_drains_every_worker(gateway: Gateway, stop: Callable[[in
     everything = descendants(pid)
     async with AsyncExitStack() as stack:
         # To find a client for each may take as long as a stream.
-        clients = [await stack.enter_async_context(gateway.client_of(one)) for one in range(WORKERS)]
-        streams = [await stream(client, LASTING) for client in clients]
+        callers = [await stack.enter_async_context(gateway.client_of(one)) for one in range(WORKERS)]
+        streams = [await stream(client, LASTING) for client in callers]
         stop(pid)
         for number in range(WORKERS):
             await gateway.process.wait_for(rf'"worker": {number}, "event": "draining", "in_flight": 1')
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with clients.http() as http:
             assert (await http.get(f"{gateway.url}/readyz")).status_code == 503
         # When the last worker lets go of the port, a connection is refused: nobody else keeps it waiting.
         assert not listens(pid, gateway.url)

@@ -9,6 +9,7 @@ import anyio
 import anyio.lowlevel
 import httpx
 import pytest
+from support import clients
 
 from gateway.core.profile import Profile
 from gateway.core.values import Modalities
@@ -42,7 +43,7 @@ async def server(options: SimulatorOptions) -> AsyncIterator[Simulator]:
 
 @pytest.fixture
 async def client(server: Simulator) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=server.url, timeout=10) as http:
+    async with clients.http(base_url=server.url, timeout=10) as http:
         yield http
 
 

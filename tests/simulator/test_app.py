@@ -11,6 +11,7 @@ import anyio
 import anyio.to_thread
 import httpx
 import pytest
+from support import clients
 from support.engine_wire import WEATHER, post
 
 from gateway.simulator import Simulator, SimulatorOptions, running, simulator
@@ -125,7 +126,7 @@ async def test_the_status_comes_at_admission_and_nothing_before_the_first_token(
     one_at_a_time = replace(options.profile, flags=replace(options.profile.flags, max_num_seqs=1))
     async with (
         simulator(replace(options, profile=one_at_a_time)) as server,
-        httpx.AsyncClient(base_url=server.url) as client,
+        clients.http(base_url=server.url) as client,
         client.stream(
             "POST", "/v1/chat/completions", json=chat(stream=True, max_tokens=4_000, ignore_eos=True)
         ) as first,
@@ -146,7 +147,7 @@ async def test_the_status_comes_at_admission_and_nothing_before_the_first_token(
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 async def test_the_first_token_pays_the_overhead(options: SimulatorOptions, chat: Chat, stream: bool) -> None:
     slow = replace(options.profile, perf=replace(options.profile.perf, overhead_s=20.0))
-    async with running(replace(options, profile=slow)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with running(replace(options, profile=slow)) as url, clients.http(base_url=url) as client:
         before = anyio.current_time()
         answer = await post(client, chat(max_tokens=1, stream=stream))
 
@@ -281,7 +282,7 @@ def test_a_history_that_grew_too_long_says_so() -> None:
 async def test_a_full_server_answers_503(options: SimulatorOptions, chat: Chat, until: Until) -> None:
     async with (
         simulator(replace(options, max_num_queued_reqs=1)) as server,
-        httpx.AsyncClient(base_url=server.url) as client,
+        clients.http(base_url=server.url) as client,
     ):
         server.host.hang()
         async with anyio.create_task_group() as tasks:

@@ -9,6 +9,7 @@ import anyio
 import anyio.lowlevel
 import httpx
 import pytest
+from support import clients
 from support.processes import is_refused
 
 from gateway.core.profile import Profile
@@ -45,12 +46,12 @@ async def box(profile: Profile) -> AsyncIterator[Box]:
 
 @pytest.fixture
 async def control(box: Box) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=box.url, timeout=10) as client:
+    async with clients.http(base_url=box.url, timeout=10) as client:
         yield client
 
 
 async def ask(box: Box, name: str, body: dict[str, Any]) -> httpx.Response:
-    async with httpx.AsyncClient(timeout=20) as client:
+    async with clients.http(timeout=20) as client:
         return await client.post(box.models[name].url + URL, json=body)
 
 
@@ -244,7 +245,7 @@ async def test_a_stop_at_any_moment_of_a_boot_stops_it(profile: Profile) -> None
 
 async def test_a_stopping_model_cannot_be_started(profile: Profile) -> None:
     async with simulated_box(BoxOptions(pair(profile), resident="gemma", stop_s=10_000)) as box:
-        async with httpx.AsyncClient(base_url=box.url) as control:
+        async with clients.http(base_url=box.url) as control:
             assert (await order(control, "stop", "gemma", wait=False)).json()["state"] == "stopping"
             refused = await order(control, "start", "gemma")
 
@@ -325,7 +326,7 @@ async def test_killing_what_is_stopped_changes_nothing(control: httpx.AsyncClien
 
 async def test_boots_end_as_planned_and_then_well(profile: Profile) -> None:
     options = BoxOptions(pair(profile), boots={"gemma": [Boot.FAIL, Boot.FAIL]})
-    async with simulated_box(options) as box, httpx.AsyncClient(base_url=box.url) as control:
+    async with simulated_box(options) as box, clients.http(base_url=box.url) as control:
         before = anyio.current_time()
         failed = await order(control, "start", "gemma")
         assert anyio.current_time() - before >= 0.9 * BOOT_S / SPEED
@@ -443,7 +444,7 @@ async def sleepers(profile: Profile) -> AsyncIterator[Box]:
 async def test_models_can_take_turns_by_sleeping(sleepers: Box, chat: Chat) -> None:
     gemma, qwen = sleepers.models.values()
     assert (gemma.state, qwen.state) == (State.RUNNING, State.SLEEPING)
-    async with httpx.AsyncClient() as client:
+    async with clients.http() as client:
         assert (await client.post(f"{gemma.url}/sleep?level=1")).status_code == 200
         assert (gemma.state, qwen.state) == (State.SLEEPING, State.SLEEPING)
         before = anyio.current_time()
@@ -458,7 +459,7 @@ async def test_models_can_take_turns_by_sleeping(sleepers: Box, chat: Chat) -> N
 
 async def test_waking_a_second_model_kills_both(sleepers: Box) -> None:
     gemma, qwen = sleepers.models.values()
-    async with httpx.AsyncClient() as client:
+    async with clients.http() as client:
         with pytest.raises(httpx.HTTPError):
             await client.post(f"{qwen.url}/wake_up")
 
@@ -474,7 +475,7 @@ async def test_a_sleeping_model_can_be_stopped_and_booted_beside_another(sleeper
     sleepers.stop("qwen")
     assert await qwen.settled() is State.STOPPED
     assert await is_refused(qwen.url)
-    async with httpx.AsyncClient() as client:
+    async with clients.http() as client:
         await client.post(f"{gemma.url}/sleep")
     sleepers.start("qwen")
 

@@ -7,8 +7,8 @@ import subprocess
 from typing import Any
 
 import anyio
-import httpx
 import pytest
+from support import clients
 from support.processes import COMMAND, running
 
 from gateway.simulator import spark_pair
@@ -29,7 +29,7 @@ async def switch(control: str, *arguments: str) -> tuple[int, str]:
 
 
 async def fetch(url: str) -> Any:
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with clients.http() as client:
         return (await client.get(url)).json()
 
 

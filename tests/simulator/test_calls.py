@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support import clients
 from support.engine_wire import IMAGE, WEATHER, masked, post
 
 from gateway.core.values import Modalities
@@ -379,7 +380,7 @@ async def test_only_v1_asks_for_the_key(
 ) -> None:
     async with (
         simulator(replace(options, api_key="secret")) as server,
-        httpx.AsyncClient(base_url=server.url) as client,
+        clients.http(base_url=server.url) as client,
     ):
         answer = await client.get(path, headers={"authorization": header} if header else {})
 
@@ -393,7 +394,7 @@ async def test_images_are_counted_where_they_are_taken(options: SimulatorOptions
     some = replace(options.profile, modalities=Modalities(images_max=1, audios_max=0))
     async with (
         simulator(replace(options, profile=some)) as server,
-        httpx.AsyncClient(base_url=server.url) as client,
+        clients.http(base_url=server.url) as client,
     ):
         taken = await post(client, chat(IMAGE, max_tokens=1))
         many = await post(client, chat(IMAGE * 2, max_tokens=1))
@@ -408,7 +409,7 @@ async def test_images_are_counted_where_they_are_taken(options: SimulatorOptions
 async def answer_with(options: SimulatorOptions, quirk: Quirk, body: dict[str, Any]) -> str:
     async with (
         simulator(replace(options, quirks=frozenset({quirk}))) as server,
-        httpx.AsyncClient(base_url=server.url) as client,
+        clients.http(base_url=server.url) as client,
     ):
         return (await post(client, body)).text
 

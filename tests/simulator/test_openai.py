@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import openai
 import pytest
+from support import clients
 
 from gateway.simulator import Fault, FaultOrder, Simulator, SimulatorOptions, simulator
 
@@ -19,7 +20,7 @@ async def server(options: SimulatorOptions) -> AsyncIterator[Simulator]:
 
 @pytest.fixture
 async def sdk(server: Simulator) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
+    async with clients.sdk(
         base_url=f"{server.url}/v1", api_key="secret", max_retries=0, timeout=10
     ) as client:
         yield client

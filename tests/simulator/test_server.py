@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from support import clients
 from support.processes import is_refused
 
 from gateway.profiles import load, names
@@ -91,7 +92,7 @@ async def test_the_port_is_free_again_afterwards(options: SimulatorOptions) -> N
 
 async def test_every_profile_answers(chat: Chat) -> None:
     for name in names():
-        async with running(SimulatorOptions(load(name), speed=1000)) as url, httpx.AsyncClient() as client:
+        async with running(SimulatorOptions(load(name), speed=1000)) as url, clients.http() as client:
             answer = await client.post(url + URL, json=chat(max_tokens=20, model=load(name).served_model))
 
         assert answer.json()["usage"]["completion_tokens"] == 20
@@ -253,7 +254,7 @@ async def test_an_unknown_fault_is_refused(client: httpx.AsyncClient) -> None:
 
 async def test_it_can_start_with_a_fault(options: SimulatorOptions, chat: Chat) -> None:
     faulty = replace(options, fault=FaultOrder(Fault.UNAVAILABLE))
-    async with running(faulty) as url, httpx.AsyncClient() as client:
+    async with running(faulty) as url, clients.http() as client:
         assert (await client.post(url + URL, json=chat())).status_code == 503
 
 
@@ -315,7 +316,7 @@ async def test_a_crash_shows_as_an_error_event_and_done(
 
     async with (
         simulator(replace(options, boot_s=30)) as server,
-        httpx.AsyncClient(base_url=server.url) as client,
+        clients.http(base_url=server.url) as client,
     ):
         await server.booted.wait()
         async with anyio.create_task_group() as tasks:
@@ -358,7 +359,7 @@ async def test_a_restart_aborts_answers_and_begins_anew(
 
     async with (
         simulator(replace(options, boot_s=30)) as server,
-        httpx.AsyncClient(base_url=server.url) as client,
+        clients.http(base_url=server.url) as client,
     ):
         await server.booted.wait()
         started = server.host.tally.started_wall_s
@@ -388,7 +389,7 @@ async def test_a_stop_cuts_running_answers_off(
     body = chat(max_tokens=4_000, ignore_eos=True)
 
     async def ask(members: dict[str, Any]) -> None:
-        async with httpx.AsyncClient(base_url=server.url) as client:
+        async with clients.http(base_url=server.url) as client:
             answers.append(await client.post(URL, json={**body, **members}))
 
     async with anyio.create_task_group() as tasks:
@@ -413,7 +414,7 @@ async def test_a_stop_with_a_timeout_drains(
     texts: list[str] = []
     async with (
         simulator(replace(options, shutdown_timeout_s=10_000)) as server,
-        httpx.AsyncClient(base_url=server.url) as client,
+        clients.http(base_url=server.url) as client,
         anyio.create_task_group() as tasks,
     ):
 
@@ -448,7 +449,7 @@ async def test_a_served_process_ends_well_on_sigterm(chat: Chat, events: Events)
         assert process.stdout is not None
         url = (await process.stdout.receive()).decode().strip()
         async with (
-            httpx.AsyncClient() as client,
+            clients.http() as client,
             client.stream(
                 "POST", url + URL, json=chat(stream=True, max_tokens=9_000, ignore_eos=True)
             ) as answer,

@@ -7,6 +7,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from support import clients
 
 from gateway.simulator import Fault, FaultOrder, Simulator, SimulatorOptions, simulator
 
@@ -34,7 +35,7 @@ def sleep_states(page: str) -> dict[str, float]:
 
 
 async def test_without_sleep_mode_there_is_no_such_route(options: SimulatorOptions) -> None:
-    async with simulator(options) as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with simulator(options) as server, clients.http(base_url=server.url) as client:
         found = [await client.post("/sleep"), await client.post("/wake_up"), await client.get("/is_sleeping")]
 
     assert [(answer.status_code, answer.json()) for answer in found] == [(404, {"detail": "Not Found"})] * 3

@@ -15,6 +15,8 @@ import anyio
 import httpx
 import openai
 
+from support import clients
+
 T = TypeVar("T")
 
 NUMBERS = (8, 20)
@@ -153,7 +155,7 @@ class Crowd:
         for name, url in urls.items():
             for key in ("alpha", "beta"):
                 # No retries of its own, so that a caller turns to the other gateway at once.
-                client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
+                client = clients.sdk(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
                 closing.push_async_callback(client.close)
                 self._clients[name, key] = client
 

@@ -15,7 +15,7 @@ import anyio.abc
 import httpx
 from anyio.streams.text import TextReceiveStream
 
-from support import preloaded
+from support import clients, preloaded
 
 READY_S = 60.0
 STARTED_S = 300.0  # where many start at once
@@ -221,7 +221,7 @@ def lonely_config(folder: Path) -> Path:
 
 async def is_refused(url: str) -> bool:
     """Return whether nothing listens at a URL."""
-    async with httpx.AsyncClient() as client:
+    async with clients.http() as client:
         try:
             await client.get(f"{url}/health")
         except httpx.ConnectError:

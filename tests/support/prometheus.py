@@ -13,6 +13,8 @@ import httpx
 import pytest
 import yaml
 
+from support import clients
+
 ENVIRON = "TEST_PROMETHEUS"
 WITHOUT = f"no Prometheus: `.ci/prometheus FOLDER` fetches it, {ENVIRON}=FOLDER has the tests use it"
 READY_S = 60.0
@@ -87,7 +89,7 @@ async def prometheus(folder: Path, target: str, port: int, rules: Path) -> Async
         stdout=subprocess.DEVNULL,
         stderr=None,
     )
-    async with process, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+    async with process, clients.http(base_url=f"http://127.0.0.1:{port}") as client:
         try:
             with anyio.fail_after(READY_S):
                 while not await _is_ready(client):

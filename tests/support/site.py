@@ -17,6 +17,7 @@ from gateway.app import Gateway
 from gateway.core.health import State
 from gateway.core.values import Load
 from gateway.simulator import FaultOrder, Simulator, SimulatorOptions, simulator
+from support import clients
 from support.redis_server import RedisServer
 
 SPEED = 50.0
@@ -67,13 +68,13 @@ class Site:
     def openai(self, **options: Any) -> AsyncOpenAI:
         """Return an unmodified SDK client that does not retry, so that a test sees each answer."""
         defaults = {"base_url": f"{self.url}/v1", "api_key": "unused", "max_retries": 0, "timeout": 60}
-        client = AsyncOpenAI(**{**defaults, **options})
+        client = clients.sdk(**{**defaults, **options})
         self.closing.push_async_callback(client.close)
         return client
 
     def http(self) -> httpx.AsyncClient:
         """Return a plain HTTP client for the gateway's URL."""
-        return httpx.AsyncClient(base_url=self.url, timeout=60, trust_env=False)
+        return clients.http(base_url=self.url, timeout=60)
 
     async def eventually(self, condition: Callable[[], bool], within_s: float = 20.0) -> None:
         """Return once `condition()` holds; it is asked again after every answer of the gateway to a probe."""
@@ -125,8 +126,8 @@ async def site(
             lambda known: all(status.state is State.UP and status.served_models for status in known.values())
         )
         assert running.admin_url is not None
-        clients = await stack.enter_async_context(AsyncExitStack())
-        yield Site(gateway, running.url, running.admin_url, backends, clients)
+        closing = await stack.enter_async_context(AsyncExitStack())
+        yield Site(gateway, running.url, running.admin_url, backends, closing)
 
 
 @asynccontextmanager

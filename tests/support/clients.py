@@ -1,0 +1,20 @@
+"""HTTP clients for tests. Each would read the certificates of all authorities, which takes 60 ms of CPU."""
+
+import ssl
+from typing import Any
+
+import httpx
+import openai
+
+_TRUSTS_NOBODY = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+def http(**options: Any) -> httpx.AsyncClient:
+    """Return a client for URLs of http, whatever proxies the environment names."""
+    return httpx.AsyncClient(verify=_TRUSTS_NOBODY, trust_env=False, **options)
+
+
+def sdk(limits: Any = openai.DEFAULT_CONNECTION_LIMITS, **options: Any) -> openai.AsyncOpenAI:
+    """Return an unmodified SDK client for URLs of http."""
+    carrier = openai.DefaultAsyncHttpxClient(verify=_TRUSTS_NOBODY, limits=limits)
+    return openai.AsyncOpenAI(http_client=carrier, **options)
