@@ -52,15 +52,19 @@ def test_backends_with_equal_tls_share_a_context_until_a_file_changes(
 ) -> None:
     self_signed(tmp_path, "gateway")
     tls = {"cert_file": "cert.pem", "key_file": "key.pem"}
-    own = {"light-0": tls, "light-1": tls, "light-2": {}}
+    own = {"light-0": tls, "light-1": tls, "light-2": {}, "light-3": {}, "light-4": {}}
     backends = {
         name: {"url": f"https://{name}", "profile": "h100-tp1-light", "tls": one} for name, one in own.items()
     }
+    backends["light-4"]["url"] = "http://light-4"
     site = loaded(tmp_path, backends=backends, pools={"light": list(own)})
     contexts = parts.TlsContexts()
     first = contexts.of(site)
     assert isinstance(first["light-0"], ssl.SSLContext)
-    assert first == {"light-0": first["light-0"], "light-1": first["light-0"], "light-2": True}
+    assert first["light-1"] is first["light-0"]
+    assert isinstance(first["light-2"], ssl.SSLContext)
+    assert first["light-3"] is first["light-2"] is not first["light-0"]
+    assert first["light-4"] is True
     assert contexts.of(site) == first
 
     self_signed(tmp_path, "gateway")  # renewed
