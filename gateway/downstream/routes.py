@@ -3,12 +3,12 @@
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 from litestar import Litestar, MediaType, Request, Response, asgi, get
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
-from litestar.handlers import ASGIRouteHandler, BaseRouteHandler
+from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
 from litestar.types import ASGIApp, Receive, Scope, Send
 
@@ -46,7 +46,6 @@ from gateway.downstream.serving import (
     ServedChats,
     Serving,
     new_request_id,
-    send_refusal,
 )
 from gateway.events import about
 from gateway.pipeline import Pipeline
@@ -70,6 +69,27 @@ _API = (*_WITHOUT_V1, "/chat/completions")
 _BESIDE_V1 = "There is nothing here: the base URL of the API ends with /v1, as in http://127.0.0.1:8080/v1."
 _NOT_FOR_OPERATORS = "This is the port for applications (`listen`). Operators use the admin port (`admin`)."
 _NOT_FOR_APPLICATIONS = "This is the admin port (`admin`). Applications use the other one (`listen`)."
+
+
+class Absence(NamedTuple):
+    """Why there is nothing at or under a path, and the code of the error that says so."""
+
+    why: str
+    code: str = RouteNotFound.code
+
+
+Absences = Mapping[str, Absence]
+"""By path: what clients expect on a port, and do not find."""
+
+_NOT_ON_THE_PUBLIC_PORT: Absences = {
+    "/v1/embeddings": Absence(_NO_EMBEDDINGS, code="no_embeddings"),
+    **dict.fromkeys((*_WITHOUT_V1, "/v1/v1"), Absence(_BESIDE_V1)),
+    **dict.fromkeys(("/admin", "/metrics"), Absence(_NOT_FOR_OPERATORS)),
+}
+
+_WITHOUT_JOBS: Absences = dict.fromkeys((FILES, BATCHES), Absence(_NO_BATCHES))
+
+_NOT_ON_THE_ADMIN_PORT: Absences = {"/v1": Absence(_NOT_FOR_APPLICATIONS)}
 
 
 class Applications:
@@ -131,12 +151,13 @@ class Applications:
             clock=clock,
         )
         self._batching: list[BaseRouteHandler] = []
+        self._absences = _NOT_ON_THE_PUBLIC_PORT
         if batching is not None:
             files = Files(batching.files, keys, batching.rules)
             self._batching += files.handlers()
             self._batching += Batches(batching, keys).handlers()
         else:
-            self._batching.append(_absent(FILES, BATCHES, message=_NO_BATCHES, code="not_found"))
+            self._absences = {**self._absences, **_WITHOUT_JOBS}
         self._chat_jobs = None
         if background is not None:
             self._chat_jobs = ChatJobs(
@@ -208,15 +229,12 @@ class Applications:
                 *([_no_kept_chat] if self._chat_jobs is None else self._chat_jobs.handlers()),
                 models,
                 model,
-                _absent("/v1/embeddings", message=_NO_EMBEDDINGS, code="no_embeddings"),
-                _absent(*_WITHOUT_V1, "/v1/v1", message=_BESIDE_V1, code="not_found"),
-                _absent("/admin", "/metrics", message=_NOT_FOR_OPERATORS, code="not_found"),
                 livez,
                 readyz,
             ],
             openapi_config=None,
             logging_config=None,
-            exception_handlers=EXCEPTION_HANDLERS,
+            exception_handlers=exception_handlers(self._absences),
             after_request=_with_id,
         )
         return CrossOrigin(Drained(Outgoing(HeadAsGet(app)), self.serving), self._origins)
@@ -307,27 +325,16 @@ class Operators:
             [
                 metrics,
                 admin,
-                _absent("/v1", message=_NOT_FOR_APPLICATIONS, code="not_found"),
                 livez,
                 readyz,
                 *self._handlers,
             ],
             openapi_config=None,
             logging_config=None,
-            exception_handlers=EXCEPTION_HANDLERS,
+            exception_handlers=exception_handlers(_NOT_ON_THE_ADMIN_PORT),
             after_request=_with_id,
         )
         return HeadAsGet(OperatorGuard(app, self._names))
-
-
-def _absent(*paths: str, message: str, code: str) -> ASGIRouteHandler:
-    """Return a handler that says why there is nothing at or under some paths that clients expect."""
-
-    @asgi(list(paths), is_mount=True, copy_scope=True)
-    async def absent(scope: Scope, receive: Receive, send: Send) -> None:
-        await send_refusal(RouteNotFound(message, code=code), send)
-
-    return absent
 
 
 @get(Endpoint.CHAT.value + "/{completion_id:str}", sync_to_thread=False)
@@ -368,8 +375,14 @@ def _gateway_error(_: Request[Any, Any, Any], error: GatewayError) -> Response[b
     return _render(error)
 
 
-def _framework_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
+def _framework_error(
+    absences: Absences, request: Request[Any, Any, Any], error: HTTPException
+) -> Response[bytes]:
     path = request.scope["path"]
+    if isinstance(error, NotFoundException):
+        for expected, absence in absences.items():
+            if path == expected or path.startswith(f"{expected}/"):
+                return _render(RouteNotFound(absence.why, code=absence.code))
     is_nowhere = isinstance(error, (NotFoundException, MethodNotAllowedException))
     if is_nowhere and path.endswith(_WITHOUT_V1) and path.removeprefix("/v1") not in _API:
         return _render(RouteNotFound(_BESIDE_V1))  # behind another route, say
@@ -388,8 +401,10 @@ def _unexpected(_: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
     return _render(fault(error))
 
 
-EXCEPTION_HANDLERS: dict[int | type[Exception], Any] = {
-    GatewayError: _gateway_error,
-    HTTPException: _framework_error,
-    Exception: _unexpected,
-}
+def exception_handlers(absences: Absences) -> dict[int | type[Exception], Any]:
+    """Return what answers for errors on a port where some paths have no route."""
+    return {
+        GatewayError: _gateway_error,
+        HTTPException: partial(_framework_error, absences),
+        Exception: _unexpected,
+    }

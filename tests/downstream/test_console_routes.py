@@ -12,7 +12,7 @@ from support import clients
 
 from gateway.downstream.console_routes import READERS_MAX, Console
 from gateway.downstream.listener import Listener
-from gateway.downstream.routes import EXCEPTION_HANDLERS
+from gateway.downstream.routes import exception_handlers
 from gateway.sockets import bind
 
 WITHIN_S = 20.0
@@ -49,7 +49,7 @@ async def served(source: Source, **options: float) -> AsyncIterator[tuple[Consol
         list(console.handlers()),
         openapi_config=None,
         logging_config=None,
-        exception_handlers=EXCEPTION_HANDLERS,
+        exception_handlers=exception_handlers({}),
     )
     with bind("127.0.0.1", 0) as bound:
         listener = Listener(app, bound)

@@ -329,6 +329,15 @@ async def test_a_base_url_that_is_a_route_is_corrected(fleet: Site, ending: str)
         assert "ends with /v1" in caught.value.message
 
 
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/files/file-1/content", "/v1/batches"])
+async def test_where_there_are_no_batches_their_paths_say_what_is_missing(fleet: Site, path: str) -> None:
+    async with fleet.http() as client:
+        answer = await client.get(path)
+
+    assert answer.status_code == 404
+    assert "there are no `jobs` in its configuration" in answer.json()["error"]["message"]
+
+
 async def test_each_port_names_the_other_one(fleet: Site) -> None:
     """Two addresses in a configuration are easily mixed up, and "not found" would not say so."""
     command = partial(CliRunner().invoke, main, ["jobs", "list", "--admin", fleet.url])
