@@ -23,7 +23,7 @@ from anyio.abc import SocketAttribute, SocketStream
 from litestar.types import Receive, Scope, Send
 from support.front import KEY, OTHER_KEY, WAYS, Behaviour, Closed, Front, Got, Wire, chat, front, oblige, post
 from support.kernel import keepalive_s, vanish
-from support.loops import on_both_loops
+from support.loops import on_uvloop
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, answer_of, chunk
 from support.world import (
     DONE,
@@ -51,7 +51,7 @@ from gateway.ports import Headers
 from gateway.sockets import bind
 from gateway.tcp import SILENT_S
 
-anyio_backend = on_both_loops
+anyio_backend = on_uvloop
 
 
 @pytest.fixture(params=WAYS)

@@ -13,7 +13,7 @@ import anyio
 import pytest
 from anyio.abc import SocketStream
 from support.front import WAYS, Behaviour, Front, Wire, chat, front, oblige, post
-from support.loops import on_both_loops
+from support.loops import on_uvloop
 from support.raw_server import STREAM_HEAD, answer_of, chunk
 from support.world import HELLO, ROLE, WHOLE, Estimates
 
@@ -21,7 +21,7 @@ from gateway.core.values import Waiting
 from gateway.downstream.relay import BodyLimits
 
 pytestmark = pytest.mark.anyio
-anyio_backend = on_both_loops
+anyio_backend = on_uvloop
 
 TEXT = "All that a document says. " * 40_000
 LONG: dict[str, Any] = {"messages": [{"role": "user", "content": TEXT}]}
