@@ -116,7 +116,9 @@ def test_every_class_and_every_backend_is_shown_and_nothing_fails(serving: Servi
 def test_every_kind_of_request_is_told_in_a_line(serving: Serving) -> None:
     for kind in ("chat", "conversation", "document", "image", "tool call", "reasoning"):
         assert re.search(rf"  200 {kind}, ", serving.said), kind
-    assert re.search(r"  400 too long, (29\d|30\d),\d{3} tokens, ", serving.said)
+    too_long = re.search(r"  400 too long, ([\d,]+) tokens, ", serving.said)
+    assert too_long  # how long depends on the version of Python, whose texts are asked about
+    assert 262_144 < int(too_long[1].replace(",", "")) < 400_000
     assert "context_length_exceeded" in serving.said
 
 
