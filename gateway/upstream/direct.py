@@ -14,6 +14,7 @@ import asyncio
 import errno
 import ssl
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from math import inf
 from time import monotonic
@@ -360,6 +361,7 @@ class _Connection(asyncio.Protocol):
         self._cohort = cohort
         self._transport: asyncio.Transport
         self._input: Callable[[int], Sequence[object]]
+        self._tls: ssl.SSLObject | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
         self._buffered = 0
@@ -501,6 +503,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = self._cohort.coalesce(transport, self._loop)
         self._input = tcp.input_of(transport)
+        self._tls = transport.get_extra_info("ssl_object")
         for option in tcp.KEEPALIVE:
             transport.get_extra_info("socket").setsockopt(*option)
 
@@ -551,6 +554,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_lost = True
+        if self._tls is not None and self._is_asked and self._error is None:
+            self._receive_rest(self._tls)
         if self._error is None:
             self._error = self._loss()
             self._error.__cause__ = exc
@@ -616,6 +621,16 @@ class _Connection(asyncio.Protocol):
         self._is_between_chunks = self._is_encoded = False
         self._head_bytes = self._buffered = 0
         self._parts.clear()
+
+    def _receive_rest(self, tls: ssl.SSLObject) -> None:
+        """Receive what came by TLS while reading was paused: uvloop drops it when the connection ends."""
+        is_ended = False
+        with suppress(ssl.SSLError):  # there is no more
+            while data := tls.read(BUFFERED_BYTES_MAX):
+                self.data_received(data)
+            is_ended = True
+        if is_ended:
+            self.eof_received()
 
     def _stop_delivery(self) -> None:
         """Stop delivering data, and wake the task in `stream_to`."""

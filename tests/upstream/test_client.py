@@ -26,6 +26,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
+from anyio.streams.tls import TLSListener, TLSStream
 from support.certificates import self_signed
 from support.httpx_upstream import HttpxUpstream
 from support.kernel import keepalive_s, vanish
@@ -1624,6 +1625,43 @@ async def test_the_certificate_of_a_backend_is_checked(
             async with upstream.open(target, Timeouts()) as response:
                 assert await whole(response) == b"{}"
         await upstream.aclose()
+
+
+@pytest.mark.usefixtures("only_direct")  # with httpx, it is the caller who does not read
+async def test_what_came_by_tls_before_the_end_is_not_lost_while_the_answer_is_held(
+    certificate: tuple[Path, Path], kind: Kind
+) -> None:
+    cert, key = certificate
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    body, sink, ended = b"x" * 100_000, Sink(), anyio.Event()
+
+    async def answer(tls: TLSStream) -> None:
+        data = answer_of(body)
+        await tls.receive()
+        await tls.send(data[:-50_000])
+        await sink.more()
+        await tls.send(data[-50_000:])
+        await tls.aclose()
+        for _ in range(20):  # rounds of the event loop, in which the client may read it
+            await anyio.lowlevel.checkpoint()
+        ended.set()
+
+    tcp_listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    port = tcp_listener.extra(SocketAttribute.local_port)
+    listener = TLSListener(tcp_listener, context, standard_compatible=False)
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, answer)
+        backend = Backend("b", f"https://localhost:{port}", CAPACITY)
+        upstream = kind([backend], secrets={}, tls={"b": ssl.create_default_context(cafile=cert)})
+        async with upstream.open(Target(backend, Endpoint.CHAT, (), b"{}"), Timeouts()) as response:
+            sink.hold_once(response)
+            tasks.start_soon(sink.go_on_after, ended)
+            with anyio.fail_after(10):
+                await response.stream_to(sink.take)
+        await upstream.aclose()
+        tasks.cancel_scope.cancel()
+    assert sink.data == body
 
 
 @pytest.mark.parametrize("has_one", [True, False], ids=["with-certificate", "without"])
