@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 
 import anyio.lowlevel
 import pytest
+from redis.asyncio import SSLConnection
+from redis.exceptions import RedisError
 from support.certificates import self_signed
 from support.kernel import vanish
 from support.redis_server import failover, legs, own_server
@@ -204,6 +206,29 @@ async def test_a_server_that_has_become_a_replica_is_left_for_the_one_in_its_pla
 async def test_an_option_that_there_is_not_is_said_before_anything_is_sent(url: str, says: str) -> None:
     with pytest.raises(ConfigError, match=rf"^store\.url: {says}"):
         Connections(url, name="test", command_s=1.0, connections_max=1)
+
+
+async def test_connections_share_what_was_read_of_certificates_until_a_file_changes(tmp_path: Path) -> None:
+    """To read the system's takes 20 to 70 ms, and redis-py reads them even if the URL names others."""
+
+    async def read(connections: Connections) -> object:
+        connection = cast("SSLConnection", connections.connection())
+        with pytest.raises(RedisError):  # nobody listens
+            await connection.connect()  # type: ignore[no-untyped-call]
+        return connection.ssl_context.context
+
+    self_signed(tmp_path, "localhost")
+    url = f"rediss://127.0.0.1:1?ssl_ca_certs={tmp_path}/cert.pem"
+    jobs, files = [Connections(url, name="test", command_s=1.0, connections_max=2) for _ in range(2)]
+    system = Connections("rediss://127.0.0.1:1", name="test", command_s=1.0, connections_max=1)
+    first = await read(jobs)
+    assert first is await read(jobs) is await read(files) is not None
+    assert await read(system) not in (None, first)
+
+    self_signed(tmp_path, "localhost")
+    renewed = await read(jobs)
+    assert renewed not in (None, first)
+    assert renewed is await read(files)
 
 
 async def test_renewed_certificates_are_read_with_the_next_connection(tmp_path: Path) -> None:
