@@ -441,13 +441,17 @@ class TlsContexts:
     def of(self, settings: Settings) -> Mapping[str, ssl.SSLContext | bool]:
         """Return the context per backend. One with an http URL, which needs none, has True or False instead.
 
+        Contexts that are not among these are dropped.
+
         Raises:
             ConfigError: a file is missing or unusable.
         """
-        return {
+        contexts = {
             name: self._context(name, section.url, settings.tls(name))
             for name, section in settings.document.backends.items()
         }
+        self._known = {found: one for found, one in self._known.items() if one in contexts.values()}
+        return contexts
 
     def _context(self, backend_id: str, url: str, tls: BackendTls) -> ssl.SSLContext | bool:
         if not tls.verify:

@@ -1,6 +1,7 @@
 """The parts of a gateway, as the configuration has it."""
 
 import ssl
+import weakref
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,10 @@ def test_backends_with_equal_tls_share_a_context_until_a_file_changes(
     renewed = contexts.of(site)
     assert renewed["light-0"] is not first["light-0"]
     assert renewed["light-1"] is renewed["light-0"]
+
+    former = weakref.ref(first["light-0"])
+    del first
+    assert former() is None
 
     (tmp_path / "key.pem").unlink()
     with pytest.raises(ConfigError, match=r"backend light-0: .*key.pem: No such file"):
