@@ -126,11 +126,11 @@ class BoxSwitch:
     async def is_resident(self, backend_id: str) -> bool:
         """See `ports.Switch.is_resident`."""
         member = self._members[backend_id]
+        if isinstance(member.way, BySleep):
+            return await _is_asleep(member) is False
         try:
-            if isinstance(member.way, BySleep):
-                return json.loads(await _of(member, "GET", "/is_sleeping", IS_IN_S))["is_sleeping"] is False
             await _well(member)
-        except (Failed, ValueError, RecursionError, KeyError, TypeError):
+        except Failed:
             return False
         return True
 
@@ -173,10 +173,18 @@ class BoxSwitch:
 
     async def _gone(self, backend_id: str) -> str:
         with anyio.move_on_after(GONE_S):
-            while await self.is_resident(backend_id):  # noqa: ASYNC110 - the server sends no event
+            while not await self._is_out(backend_id):  # noqa: ASYNC110 - the server sends no event
                 await anyio.sleep(LOOK_S)
             return ""
+        if isinstance(self._members[backend_id].way, BySleep):
+            return f"/is_sleeping: it does not say that it sleeps, {GONE_S:g} s after it was told to"
         return f"it still answers {GONE_S:g} s after its stop"
+
+    async def _is_out(self, backend_id: str) -> bool:
+        member = self._members[backend_id]
+        if isinstance(member.way, BySleep):  # one that does not say whether it sleeps may hold the memory
+            return await _is_asleep(member) or await _is_closed(member)
+        return not await self.is_resident(backend_id)
 
 
 # ------------------------------------------------------------------ commands, requests, sleep mode
@@ -242,6 +250,15 @@ async def _well(member: Member) -> None:
         if failure.status not in NO_SUCH_PATH:
             raise
         await _served(member)
+
+
+async def _is_asleep(member: Member) -> bool | None:
+    """Return whether a server in sleep mode sleeps; None if it does not say."""
+    try:
+        said = json.loads(await _of(member, "GET", "/is_sleeping", IS_IN_S))["is_sleeping"]
+    except (Failed, ValueError, RecursionError, KeyError, TypeError):
+        return None
+    return said if isinstance(said, bool) else None
 
 
 async def _is_closed(member: Member) -> bool:

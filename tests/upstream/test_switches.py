@@ -151,6 +151,44 @@ async def test_a_server_that_does_not_answer_may_hold_the_memory_still(
 
 
 @pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param(answer("200 OK", b'{"is_sleeping": false}'), id="awake"),
+        pytest.param(answer("200 OK", b'{"is_sleeping": "yes"}'), id="unclear"),
+        pytest.param(answer("500 Oh"), id="broken"),
+        pytest.param(answer("404 Not Found"), id="cannot-say"),
+        pytest.param(None, id="silent"),
+    ],
+)
+async def test_a_server_that_does_not_say_that_it_sleeps_may_hold_the_memory_still(
+    said: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(switches, "GONE_S", 0.2)
+    monkeypatch.setattr(switches, "IS_IN_S", 0.1)
+
+    async def reply(stream: SocketStream, number: int) -> None:
+        del number
+        head, _ = server.requests[-1]
+        if (sent := said if b"/is_sleeping" in head else answer("200 OK")) is not None:
+            await stream.send(sent)
+
+    async with raw_server(reply) as server:
+        stopped = await switch(member(BySleep(), server.url)).stop("qwen", 1)
+    assert stopped == "/is_sleeping: it does not say that it sleeps, 0.2 s after it was told to"
+
+
+async def test_a_server_that_ends_instead_of_sleeping_holds_no_memory() -> None:
+    async def reply(stream: SocketStream, number: int) -> None:
+        await stream.send(answer("200 OK", b"", "connection: close"))
+        if number == 0:  # it was told to sleep
+            await server.refuse()
+
+    async with raw_server(reply) as server:
+        assert await switch(member(BySleep(), server.url)).stop("qwen", 1) == ""
+        assert asked(server) == ["POST /sleep?level=1"]
+
+
+@pytest.mark.parametrize(
     ("said", "expected"),
     [
         pytest.param(answer("200 OK", b'{"is_sleeping": false}'), True, id="awake"),
