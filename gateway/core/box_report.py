@@ -14,7 +14,7 @@ from gateway.core.swap_policy import Backlog, Cause
 
 _TIMES = ("since", "resident_since", "batch_at", "busy_at", "served_at", "moved_at", "oldest_at")
 _MAPPED = frozenset({"state", "cause", "quarantine", "restarts", "boot_s", "pending", "due_at"})
-_OWN = frozenset({"known_restarts", "retry_at"})  # private to the process that counted or ordered
+_OWN = frozenset({"known_restarts", "retry_at", "is_timed"})  # private to who counted or ordered
 _PLAIN = tuple(one.name for one in fields(Box) if one.name not in {*_TIMES, *_MAPPED, *_OWN})
 
 

@@ -254,8 +254,8 @@ def _boxes(boxes: Mapping[str, BoxSnapshot]) -> Iterator[Metric]:
     )
     boot_s = GaugeMetricFamily(
         "gateway_box_boot_seconds",
-        "Duration of the backend's last boot, from the start command to the first answer, in seconds; "
-        "absent before the first boot.",
+        "Duration of the backend's last boot that one gateway saw from the start command to the first "
+        "answer, in seconds; absent before the first.",
         labels=["box", "backend"],
     )
     boots = CounterMetricFamily("gateway_box_boots", "Boots that led to an answer.", labels=["box"])

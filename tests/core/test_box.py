@@ -428,7 +428,18 @@ def test_a_box_that_has_failed_is_looked_at_from_then_on_at_intervals() -> None:
 
 def booting_qwen(**fields: Any) -> Script:
     return Script(
-        replace(Box(State.BOOTING, 1000.0, backend="qwen", number=5, tries=1, is_started=True), **fields)
+        replace(
+            Box(
+                State.BOOTING,
+                1000.0,
+                backend="qwen",
+                number=5,
+                tries=1,
+                is_started=True,
+                is_timed=True,
+            ),
+            **fields,
+        )
     )
 
 

@@ -51,7 +51,7 @@ def test_a_box_is_read_as_it_was_written_by_a_clock_of_ones_own() -> None:
 
 
 def test_what_one_process_counted_and_planned_stays_with_it() -> None:
-    own = replace(BOX, known_restarts={"gemma": 7}, retry_at=1005.0)
+    own = replace(BOX, known_restarts={"gemma": 7}, retry_at=1005.0, is_timed=True)
     assert written(own, 1000.0) == written(BOX, 1000.0)
 
 

@@ -516,6 +516,34 @@ async def test_who_takes_over_a_box_that_it_has_watched_goes_on_serving() -> Non
         tasks.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize("is_watched", [False, True])
+async def test_a_boot_that_another_gateway_began_says_nothing_of_how_long_the_next_takes(
+    is_watched: bool,
+) -> None:
+    machine = Machine(inside=set())
+    booting = Box(State.BOOTING, machine.now, backend="qwen", boot_s={"qwen": 280.0})
+    other = await say(machine, booting)
+    if not is_watched:
+        machine.now += 299  # it died at once, and nobody was there
+        await other.leave("spark")
+    one = Process(machine)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one.controller.run)
+        if is_watched:
+            await one.is_at(State.BOOTING, "qwen")
+            machine.now += 299  # it was silent until its ownership expired
+            await other.leave("spark")
+        await one.is_at(State.RESIDENT, "qwen")
+        assert machine.orders == ["start qwen"]
+        assert (one.snapshot.box.boot_s, one.snapshot.box.swaps) == ({"qwen": 280.0}, 1)
+
+        machine.lanes_there = [stored(4, 10.0)]
+        machine.now += 301
+        await one.is_at(State.RESIDENT, "gemma")
+        assert set(one.snapshot.box.boot_s) == {"qwen", "gemma"}
+        tasks.cancel_scope.cancel()
+
+
 async def test_a_box_that_a_gateway_of_another_configuration_has_is_read_and_later_taken_over() -> None:
     machine = Machine()
     other = EmulatedBoard(lambda: machine.now, process="other", ttl_s=60, shared=machine.shared)
