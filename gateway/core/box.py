@@ -11,7 +11,7 @@
                lost: INSPECT finds none, for the first     stopping all, then booting it
                restarted, for the first time               checking
                gone or restarted, again within a day       quarantine
-    draining   nothing of it in flight any more            stopping
+    draining   nothing of it in flight any more            stopping all but the target
                the swap is cancelled                       resident
     stopping   stopped                                     booting the target, or checking it if it is in
                failed three times                          failed
@@ -534,7 +534,9 @@ def _draining(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
     is_empty = not look.in_flight.get(name) or name in look.lost
     if not is_empty or now - box.since < rules.settle_s:
         return box, ()
-    return _stop(box, (name,), box.target, now, box.reason)
+    # Of three models, somebody may have started the third meanwhile: nobody looks at one that is out.
+    others = tuple(other for other in rules.swaps.triggers if other not in (name, box.target))
+    return _stop(box, (name, *others), box.target, now, box.reason)
 
 
 def _booting(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:

@@ -192,6 +192,15 @@ def test_every_swap_boots_its_model() -> None:
     assert box.box.boot_s == {"qwen": 300.0, "gemma": 250.0}
 
 
+def test_before_a_boot_all_others_are_stopped_because_somebody_may_have_started_a_third() -> None:
+    triggers = {**RULES.swaps.triggers, "phi": Trigger()}
+    box = Script(gemma_resident().box, replace(RULES, swaps=replace(RULES.swaps, triggers=triggers)))
+    assert box.look(wants=QWEN_WANTED).look(1, wants=QWEN_WANTED).ordered == [(Task.STOP, "gemma")]
+    assert (box.done().at, box.ordered) == ((State.STOPPING, "phi", "qwen"), [(Task.STOP, "phi")])
+    assert (box.done().at, box.ordered) == ((State.BOOTING, "qwen", ""), [(Task.START, "qwen")])
+    assert box.box.reason == "2 requests wait for qwen; it has to boot"
+
+
 def test_others_get_time_to_learn_that_it_drains() -> None:
     box = Script(gemma_resident().box, replace(RULES, settle_s=4.0))
     assert box.look(wants=QWEN_WANTED).at[0] is State.DRAINING
