@@ -34,7 +34,9 @@ STDIN, STDOUT, STDERR = 0, 1, 2
 def main() -> int:
     """Serve as ordered on standard input. Return the exit status."""
     for number in (*STOP_SIGNALS, RELOAD_SIGNAL):
-        signal.signal(number, signal.SIG_IGN)  # from here on, the parent handles them for all workers
+        # From here on, the parent handles them for all workers. Not SIG_IGN, which a command of a box would
+        # inherit, and what it starts: an engine that cannot be stopped.
+        signal.signal(number, lambda *_: None)
     reports = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)  # anything else that is printed must not be taken for the report
     written, heard = _order()

@@ -318,6 +318,23 @@ async def test_a_worker_that_starts_hears_a_signal_to_reload(tmp_path: Path) -> 
         assert await process.end(signal.SIGTERM) == 0
 
 
+async def test_what_a_command_of_a_box_starts_hears_a_signal_to_stop(tmp_path: Path) -> None:
+    """A shell cannot trap a signal that is ignored when it starts, nor can what it starts."""
+    asked = {"start": ["true"], "stop": ["kill -TERM $$"], "shell": True}
+    ports = {"light-0": 9, "light-1": 10}  # where nothing listens: all are stopped first
+    config = configured(
+        tmp_path,
+        "http://127.0.0.1:9",
+        backends={
+            name: {"url": f"http://127.0.0.1:{port}", "profile": "h100-tp1-light"}
+            for name, port in ports.items()
+        },
+        boxes={"spark": {"default": "light-0", "backends": {name: {"exec": asked} for name in ports}}},
+    )
+    async with running(*serve(config)) as process:
+        await process.wait_for("cannot stop light-1 .*: exit status -15")
+
+
 async def test_a_configuration_in_a_pipe_does_not_stop_a_signal(tmp_path: Path) -> None:
     written = configured(tmp_path, "http://127.0.0.1:9").read_bytes()
     pipe = tmp_path / "pipe.yaml"
