@@ -314,9 +314,14 @@ class UpstreamError(GatewayError):
 
 
 class UpstreamUnreachable(UpstreamError):
-    """No connection could be opened, so nothing was sent."""
+    """No connection could be opened, so nothing was sent.
+
+    Attributes:
+        cause: What was wrong with TLS, for operators; "" if nothing is known to be.
+    """
 
     code = "upstream_unreachable"
+    cause = ""
 
 
 class UpstreamTimeout(UpstreamError):

@@ -155,7 +155,7 @@ class Attempt:
             outcome, detail = Outcome.OK, ""
         except GatewayError as error:
             outcome = self._outcome or _OUTCOMES.get(type(error), Outcome.FAILED)
-            detail = self._detail or error.message
+            detail = self._detail or _detail_of(error)
             context.crashes += isinstance(error, UpstreamLost)
             raise
         except (anyio.get_cancelled_exc_class(), CallerStalled, OSError):
@@ -461,3 +461,9 @@ class Attempt:
         if is_stopping:
             return UpstreamBusy("The backend is stopping.", retry_after_s=1)
         return UpstreamFailed("The backend failed before it answered.")
+
+
+def _detail_of(error: GatewayError) -> str:
+    """Return an error for operators: what the caller is told, and what was wrong with TLS."""
+    cause = error.cause if isinstance(error, UpstreamUnreachable) else ""
+    return f"{error.message.removesuffix('.')} ({cause})" if cause else error.message

@@ -39,6 +39,7 @@ from gateway.core.values import Backend, Timeouts
 from gateway.ports import TakeChunk, Target, UpstreamResponse
 from gateway.upstream import backend_clients
 from gateway.upstream.backend_clients import BackendClient, BackendClients
+from gateway.upstream.faults import tls_fault
 
 HEAD_BYTES_MAX = 64 * 1024
 """Maximum bytes of a response head. A choice: no engine sends a longer one."""
@@ -329,7 +330,7 @@ class DirectClient(BackendClient):
         except (OSError, UnicodeError) as error:  # UnicodeError: the name is invalid
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise OutOfResources("This gateway has no connections left.", retry_after_s=1) from error
-            raise UpstreamUnreachable("The backend cannot be reached.") from error
+            raise _unreachable(error) from error
         return connection
 
     def _tls(self) -> ssl.SSLContext | None:
@@ -343,6 +344,13 @@ class DirectClient(BackendClient):
                 self._context.check_hostname = False
                 self._context.verify_mode = ssl.CERT_NONE
         return self._context
+
+
+def _unreachable(error: Exception) -> UpstreamUnreachable:
+    """Return what callers are told of an error, with what operators are."""
+    told = UpstreamUnreachable("The backend cannot be reached.")
+    told.cause = tls_fault(error)
+    return told
 
 
 class _Stale(Exception):

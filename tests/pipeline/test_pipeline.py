@@ -257,6 +257,16 @@ async def test_a_failure_before_the_first_content_moves_to_the_next(
     assert failed.detail
 
 
+async def test_an_attempt_that_failed_says_what_was_wrong_with_tls(world: World) -> None:
+    failure = UpstreamUnreachable("It cannot be reached.")
+    failure.cause = "TLS: certificate has expired"
+    world.answers(light_0=Script(opening=failure), light_1=GOOD)
+
+    await world.run(world.request())
+
+    assert world.notes.requests[0].attempts[0].detail == "It cannot be reached (TLS: certificate has expired)"
+
+
 async def test_a_stream_that_never_begins_is_not_kept_without_limit(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1618,9 +1618,12 @@ async def test_the_certificate_of_a_backend_is_checked(
         upstream = kind([backend], secrets={}, tls=tls[trust])
         target = Target(backend, Endpoint.CHAT, (), b"{}")
         if trust in ("system", "unsaid"):
-            with pytest.raises(UpstreamUnreachable):
+            with pytest.raises(UpstreamUnreachable) as caught:
                 async with upstream.open(target, Timeouts()):
                     pass
+            assert "certificate" not in caught.value.message  # this is for callers, the cause for operators
+            if kind is DirectUpstream:
+                assert caught.value.cause == "TLS: self-signed certificate"
         else:
             async with upstream.open(target, Timeouts()) as response:
                 assert await whole(response) == b"{}"
