@@ -1623,7 +1623,7 @@ async def test_the_certificate_of_a_backend_is_checked(
                     pass
             assert "certificate" not in caught.value.message  # this is for callers, the cause for operators
             if kind is DirectUpstream:
-                assert caught.value.cause == "TLS: self-signed certificate"
+                assert caught.value.cause.startswith("TLS: self")  # OpenSSL 3 has a hyphen next
         else:
             async with upstream.open(target, Timeouts()) as response:
                 assert await whole(response) == b"{}"
