@@ -9,6 +9,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -118,24 +119,33 @@ class Reloader:
         in_flight = self._in_flight()
         return await in_thread(self._beside, source, in_flight, name)  # may take 50 ms
 
-    async def put(self, source: bytes, by: str = "put", check: Callable[[], None] = lambda: None) -> Reload:
+    async def put(
+        self, source: bytes, by: str = "put", check: Callable[[str], None] = lambda _: None
+    ) -> Reload:
         """Apply a configuration and write it to the file, for the next start and for other processes.
 
-        `check` may raise to prevent this; it is called when no concurrent change is possible any more.
+        `check` may raise to prevent this. It is called with each version that is replaced: the one in force,
+        when this process can change it no more, and what another process or an editor has written to the
+        file since, unless it was refused.
 
         Raises:
             OSError: the file cannot be written. Nothing has changed.
             Exception: raised by `check`. Nothing has changed.
         """
+
+        def check_written(written: bytes) -> None:
+            if written not in (self._versions[0].source, self._refused):
+                check(settings.version_of(written))
+
         async with self._turn:
-            check()
-            return await self._replace(source, by, writes=True)
+            check(self._versions[0].id)
+            return await self._replace(source, by, partial(_write, self.path, source, check_written))
 
     async def reread(self) -> Reload:
         """Read the file and apply it, because a signal asks for that. Keys in files are read again, too."""
         try:
             async with self._turn:  # not read before: `put` may be about to replace the file
-                return await self._replace(await in_thread(read, self.path), _SIGNAL, writes=False)
+                return await self._replace(await in_thread(read, self.path), _SIGNAL)
         except OSError as error:
             return self._not_read(error, _SIGNAL)
 
@@ -149,7 +159,7 @@ class Reloader:
                 source = await in_thread(read, self.path)
                 if source == before and source != self._refused and self._is_news(source):
                     async with self._turn:
-                        await self._replace(source, "file", writes=False)
+                        await self._replace(source, "file")
             except OSError as error:
                 in_vain += 1
                 if in_vain == UNREADABLE_LOOKS:
@@ -168,12 +178,12 @@ class Reloader:
         """Return whether this differs from the configuration in force, or was restored after a failure."""
         return self._has_failed or source != self._versions[0].source
 
-    async def _replace(self, source: bytes, by: str, *, writes: bool) -> Reload:
+    async def _replace(self, source: bytes, by: str, write: Callable[[], None] | None = None) -> Reload:
         """Apply a configuration. Requires the lock."""
         try:
             wanted, found, put_in_force = await self._prepared(source)
-            if writes:  # only after all checks, because the next start reads it
-                await anyio.to_thread.run_sync(_write, self.path, source)
+            if write is not None:  # only after all checks, because the next start reads it
+                await anyio.to_thread.run_sync(write)
             await put_in_force()
         except ConfigError as error:
             self._refused, self._has_failed = source, True
@@ -259,8 +269,11 @@ def _say(found: Reload, by: str) -> None:
         )
 
 
-def _write(path: Path, source: bytes) -> None:
-    """Replace the file atomically. A symbolic link is preserved."""
+def _write(path: Path, source: bytes, check: Callable[[bytes], None]) -> None:
+    """Replace the file atomically. A symbolic link is preserved.
+
+    `check` gets the contents that are replaced, if they can be read, and may raise to prevent that.
+    """
     real = path.resolve()
     with NamedTemporaryFile(dir=real.parent, prefix=f".{real.name}.", delete=False) as file:
         try:
@@ -268,6 +281,8 @@ def _write(path: Path, source: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
             os.chmod(file.name, real.stat().st_mode & 0o777)
+            with suppress(OSError):
+                check(read(real))
             os.replace(file.name, real)
         except BaseException:
             os.unlink(file.name)

@@ -30,10 +30,11 @@ class Configurations(Protocol):
     async def plan(self, source: bytes) -> Reload:
         """Return the changes that a new configuration would make, without applying it."""
 
-    async def put(self, source: bytes, by: str, check: Callable[[], None]) -> Reload:
+    async def put(self, source: bytes, by: str, check: Callable[[str], None]) -> Reload:
         """Apply a new configuration and write it to the file.
 
-        `check` is called when no concurrent change is possible any more; if it raises, nothing changes.
+        `check` is called with each version that is replaced: the one in force, when no concurrent change is
+        possible any more, and one that is only in the file. If it raises, nothing changes.
 
         Raises:
             OSError: the file cannot be written.
@@ -79,13 +80,13 @@ def config_handlers(configurations: Configurations) -> Sequence[BaseRouteHandler
     @put("/admin/config", status_code=200)
     async def replace(request: Request[Any, Any, Any]) -> Response[Any]:
         check = partial(desk.check_match, request.headers.get("if-match"))
-        check()  # before reading the body
+        check(desk.current.id)  # before reading the body
         return await desk.replaced(await request.body(), "put", check)
 
     @post("/admin/config/rollback", status_code=200)
     async def rollback(request: Request[Any, Any, Any]) -> Response[Any]:
         check = partial(desk.check_match, request.headers.get("if-match"))
-        check()
+        check(desk.current.id)
         return await desk.replaced(desk.source_of(request.query_params.get("version")), "rollback", check)
 
     return [show, versions, check, replace, rollback]
@@ -124,15 +125,16 @@ class _Handlers:
             raise RouteNotFound(f"Known versions: {', '.join(known)}.", code="version_not_found")
         return known[version]
 
-    def check_match(self, given: str | None) -> None:
-        """Reject a change that is not based on the current version."""
+    def check_match(self, given: str | None, replaced: str) -> None:
+        """Reject a change that is not based on the version that it replaces: in force, or only written."""
         if given is None:
             message = 'Say which configuration this replaces: `If-Match: "VERSION"`, from the ETag of GET.'
             raise MatchRequired(message)
-        if given.strip() != "*" and self.current.id not in _TAG.findall(given):
-            raise ConfigurationChanged(f"The configuration has changed: {self.current.id} is in force now.")
+        if given.strip() != "*" and replaced not in _TAG.findall(given):
+            where = "in force now" if replaced == self.current.id else "in the file, not yet in force here"
+            raise ConfigurationChanged(f"The configuration has changed: {replaced} is {where}.")
 
-    async def replaced(self, source: bytes, by: str, check: Callable[[], None]) -> Response[Any]:
+    async def replaced(self, source: bytes, by: str, check: Callable[[str], None]) -> Response[Any]:
         try:
             found = await self._configurations.put(source, by, check)
         except OSError as error:

@@ -7,7 +7,7 @@ never this package. The sections and keys are in document.py; docs/configuration
 from gateway.settings.addresses import Address
 from gateway.settings.diff import LIVE, changes
 from gateway.settings.document import Document
-from gateway.settings.loading import CheckReport, beside, check, load
+from gateway.settings.loading import CheckReport, beside, check, load, version_of
 from gateway.settings.problems import Problem
 from gateway.settings.resolved import Settings
 from gateway.settings.schema import schema
@@ -19,6 +19,7 @@ __all__ = [
     "load",
     "check",
     "beside",
+    "version_of",
     "changes",
     "LIVE",
     "schema",

@@ -72,6 +72,11 @@ def check(path: str | os.PathLike[str], environ: Mapping[str, str] | None = None
     return CheckReport((), warnings, settings.summary, settings)
 
 
+def version_of(source: bytes) -> str:
+    """Return the version of a configuration: a short hash of its file."""
+    return hashlib.sha256(source).hexdigest()[:12]
+
+
 def beside(started: Settings, running: Settings, new: Settings) -> Settings:
     """Return a new configuration as far as it can take effect at run time.
 
@@ -142,7 +147,7 @@ def _read(
     problems += [one for one in placed if (one.line, one.column) not in unread]
     if document is None or problems:
         return None, tuple(sorted(set(problems)))
-    settings = Settings(path, hashlib.sha256(raw).hexdigest()[:12], document, tree, raw)
+    settings = Settings(path, version_of(raw), document, tree, raw)
     return replace(settings, warnings=advice.warnings(settings, environ)), ()
 
 

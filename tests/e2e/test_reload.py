@@ -28,7 +28,7 @@ from gateway.clock import SystemClock
 from gateway.core.health import State
 from gateway.core.values import Policy
 from gateway.reload import Reloader
-from gateway.settings import Settings, load
+from gateway.settings import Settings, load, version_of
 from gateway.simulator import Fault, FaultOrder
 
 FLEET = {"light-0": "h100-tp1-light", "light-1": "h100-tp1-light", "light-2": "h100-tp1-light"}
@@ -466,6 +466,31 @@ async def test_of_two_who_replace_the_same_configuration_at_once_one_is_told(gat
     assert [answer.json()["error"]["code"] for answer in answers if answer.status_code != 200] == [
         "configuration_changed"
     ]
+
+
+async def test_what_another_process_has_just_written_is_not_overwritten_unseen(gateway: Site) -> None:
+    version, document = gateway.gateway.policy.version, written(gateway)
+    file, others = gateway.gateway.settings.path, yaml.safe_dump(without(document, "light-1"))
+    file.write_text(others)  # and is not yet in force here
+
+    late = await put(gateway, without(document, "light-2"), match=f'"{version}"')
+
+    assert (late.status_code, late.json()["error"]["code"]) == (412, "configuration_changed")
+    assert file.read_text() == others
+    assert not [*file.parent.glob(f".{file.name}.*")]
+    knowing = await put(gateway, document, match=f'"{version_of(others.encode())}", "{version}"')
+    assert knowing.status_code == 200
+
+
+async def test_a_file_that_was_refused_is_replaced_by_who_has_seen_what_is_in_force(gateway: Site) -> None:
+    version, document = gateway.gateway.policy.version, written(gateway)
+    gateway.gateway.settings.path.write_text("listen: [\n")
+    await gateway.gateway.reloader.reread()
+
+    corrected = await put(gateway, without(document, "light-2"), match=f'"{version}"')
+
+    assert corrected.status_code == 200
+    assert written(gateway) == without(document, "light-2")
 
 
 async def test_a_file_that_cannot_be_used_changes_nothing_and_says_why(gateway: Site) -> None:
