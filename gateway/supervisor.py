@@ -22,6 +22,7 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from gateway import interpreters
+from gateway.clock import SystemClock
 from gateway.core.errors import ConfigError, StartupBlocked
 from gateway.core.value import valueclass
 from gateway.events import about
@@ -32,6 +33,7 @@ from gateway.settings.files import read
 from gateway.sockets import bind, require_free, url_of
 from gateway.store.keeper import next_pause_s, start_store
 from gateway.tasks import tasks_beside
+from gateway.telemetry import logs
 
 log = logging.getLogger("gateway.supervisor")
 
@@ -153,6 +155,7 @@ async def serve(
         # A connection that nobody will accept is to be refused, as soon as the last worker has let go, too.
         group = WorkerGroup(_end_s(settings), announce, on_last_started=listen.close)
         async with tasks_beside(ConfigError) as tasks:
+            tasks.start_soon(logs.run, SystemClock())
             if settings.store is None:
                 url = await start_store(tasks, settings.jobs_folder, signals)
                 order = replace(order, store_url=url)

@@ -5,12 +5,13 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
 import pytest
 from support import clients
-from support.processes import COMMAND, lonely_config, until
+from support.processes import COMMAND, descendants, lonely_config, until
 
 REQUESTS = 400
 """Their lines are more than a pipe takes."""
@@ -32,6 +33,17 @@ class Reader:
         except BlockingIOError:
             pass
         return len(re.findall(pattern, self.text)) >= times
+
+    def falls_behind(self) -> None:
+        """Let the pipe be full."""
+        again = os.open(f"/proc/self/fd/{self.gateways_end}", os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            for size in (4096, 1):
+                with suppress(BlockingIOError):
+                    while True:
+                        os.write(again, b"\n" * size)
+        finally:
+            os.close(again)
 
     def close(self) -> None:
         """Be gone."""
@@ -73,3 +85,44 @@ async def test_a_gateway_whose_log_nobody_reads_goes_on(tmp_path: Path, reader: 
             process.kill()
         await process.wait()
         await process.aclose()
+
+
+async def test_what_the_parent_of_workers_could_not_write_comes_once_its_reader_is_back(
+    tmp_path: Path, reader: Reader
+) -> None:
+    file = lonely_config(tmp_path)
+    process = await anyio.open_process(
+        [*COMMAND, "serve", "--config", str(file), "--workers", "2"],
+        stdin=subprocess.DEVNULL,
+        stderr=reader.gateways_end,
+    )
+    frozen = None
+
+    async def started_again() -> bool:
+        nonlocal frozen
+        found = [pid for pid in descendants(process.pid) if pid not in before and is_worker(pid)]
+        frozen = found[0] if found else None
+        return frozen is not None
+
+    try:
+        await until(lambda: reader.finds(r"console: http\S+ \(worker 1\)"))
+        reader.falls_behind()
+        before = [*descendants(process.pid)]
+        first = int(re.findall(r"worker 0 \(pid (\d+)\) accepts", reader.text)[0])
+        os.kill(first, signal.SIGKILL)
+        await until(started_again)
+        assert frozen is not None
+        os.kill(frozen, signal.SIGSTOP)  # of which the parent would have another line to write
+
+        await until(lambda: reader.finds('"event": "worker_ended", "worker": 0'))
+    finally:
+        os.close(reader.gateways_end)
+        if frozen is not None:
+            os.kill(frozen, signal.SIGKILL)
+        process.kill()
+        await process.wait()
+        await process.aclose()
+
+
+def is_worker(pid: int) -> bool:
+    return b"gateway.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
