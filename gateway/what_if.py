@@ -256,7 +256,8 @@ class WhatIf:
     def _again(self, policy: Policy, request_id: str) -> Explanation:
         record = self._journal.find(request_id)
         if record is None or record.asked is None or record.decision is None:
-            raise RequestForgotten("That request is not kept, or too little of it to decide it again.")
+            message = "That request is not kept by this process, or too little of it to decide it again."
+            raise RequestForgotten(message)
         request = record.asked.request(record.key)
         views, notes = self._views(policy, _held(record.decision))
         found = self._decided(policy, request, record.asked.estimate, views)

@@ -131,7 +131,8 @@ class Console:
         def request(request_id: FromPath[str]) -> Response[bytes]:
             found = self._source.request(request_id)
             if found is None:
-                raise RequestForgotten("That request is not kept, or no longer. The log has a line for it.")
+                message = "That request is not kept by this process, or no longer. The log has a line for it."
+                raise RequestForgotten(message)
             return Response(compact(found), media_type=MediaType.JSON)
 
         @asgi("/admin/live", copy_scope=True)
