@@ -148,7 +148,7 @@ class Request:
 class CountMode(StrEnum):
     """How the tokens of a prompt were counted."""
 
-    EXACT = "exact"  # with the site's own Gemma vocabulary
+    EXACT = "exact"  # with the site's own Gemma vocabulary, or given as token ids
     APPROXIMATE = "approximate"  # by character class counts, with an error band
     BOUND = "bound"  # counting stopped early: the prompt is longer than any window
 

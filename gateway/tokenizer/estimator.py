@@ -219,6 +219,8 @@ class PromptEstimator:
         return stop_above
 
     def _judge(self, parts: Pieces, total: int, exact: bool) -> Estimate:
+        if parts.alternatives and not parts.texts:  # token ids: an engine adds nothing to them
+            return Estimate(total, total, CountMode.EXACT)
         counted = total - parts.fixed_tokens
         mode = self.mode if exact else CountMode.APPROXIMATE
         kind = None

@@ -123,6 +123,18 @@ async def test_ids_and_images_need_no_counting(make: Make) -> None:
     assert encoding.sizes == []
 
 
+@pytest.mark.parametrize("is_exact", [True, False], ids=["with-a-vocabulary", "approximate"])
+async def test_ids_have_no_margin_and_teach_nothing(make: Make, is_exact: bool) -> None:
+    estimator = make(Encoding()) if is_exact else PromptEstimator(None)
+    before = estimator.learned()
+
+    estimate = await estimator.estimate(Prompt(raw_tokens=WINDOW), COSTS, WINDOW)
+    estimator.observe(estimate, WINDOW + 9_000)
+
+    assert estimate == Estimate(WINDOW, WINDOW, CountMode.EXACT)
+    assert estimator.learned() == before
+
+
 async def test_of_several_completions_the_longest_is_the_prompt(make: Make) -> None:
     estimate = await make(Encoding()).estimate(
         Prompt(raw_texts=("x" * 100, "x" * 900, "x" * 10)), COSTS, WINDOW
