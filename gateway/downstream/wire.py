@@ -418,9 +418,10 @@ def _max_tokens(fields: "_Fields", seen: "Chat | None", *, chat: bool) -> int | 
         most = _count(seen.max_completion_tokens, "max_completion_tokens", 1)
         return _count(seen.max_tokens, "max_tokens", 1) if most is None else most
     most = fields.count("max_completion_tokens", least=1) if chat else None
-    if most is None:  # 0 is valid if only the prompt is scored (`echo`)
+    if most is None:
         most = fields.count("max_tokens", least=1 if chat else 0)
-    return most
+    # 0 is valid if only the prompt is scored (`echo`): vLLM generates a token that it does not return.
+    return 1 if most == 0 else most
 
 
 def check_size(body: bytes) -> None:

@@ -724,10 +724,13 @@ def test_what_other_servers_take_is_taken(raw: bytes) -> None:
     assert read(Endpoint.CHAT, raw, RULES).request.prompt.turns
 
 
-def test_scoring_a_prompt_asks_for_no_tokens() -> None:
+def test_scoring_a_prompt_asks_for_no_tokens_but_takes_one() -> None:
     raw = b'{"model":"m","prompt":"x","max_tokens":0,"echo":true}'
 
-    assert read(Endpoint.COMPLETIONS, raw, RULES).request.max_tokens == 0
+    incoming = read(Endpoint.COMPLETIONS, raw, RULES)
+
+    assert incoming.request.max_tokens == 1
+    assert json.loads(incoming.body_for("s"))["max_tokens"] == 0
 
 
 def test_true_is_no_image_budget() -> None:
