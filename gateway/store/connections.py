@@ -251,9 +251,9 @@ class _TlsConnection(SSLConnection):
     async def connect(self) -> None:
         """See `AbstractConnection.connect`."""
         own, paths = self.ssl_context, ssl.get_default_verify_paths()
-        files = (own.ca_certs, own.certfile, own.keyfile, paths.cafile, paths.capath)
         # Older versions of redis-py have no `ca_path`.
-        stamps = [_stamp(file) for file in (*files, getattr(own, "ca_path", None))]
+        files = [getattr(own, name, None) for name in ("ca_certs", "ca_path", "certfile", "keyfile")]
+        stamps = [_stamp(file) for file in (*files, paths.cafile, paths.capath)]
         settings = repr([getattr(own, name) for name in own.__slots__ if name != "context"])
         if settings not in self._shared or self._shared[settings][0] != stamps:
             own.context = None

@@ -14,7 +14,6 @@ import asyncio
 import errno
 import ssl
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
 from itertools import chain
 from math import inf
 from time import monotonic
@@ -632,13 +631,12 @@ class _Connection(asyncio.Protocol):
 
     def _receive_rest(self, tls: ssl.SSLObject) -> None:
         """Receive what came by TLS while reading was paused: uvloop drops it when the connection ends."""
-        is_ended = False
-        with suppress(ssl.SSLError):  # there is no more
+        try:
             while data := tls.read(BUFFERED_BYTES_MAX):
                 self.data_received(data)
-            is_ended = True
-        if is_ended:
-            self.eof_received()
+        except ssl.SSLError:  # there is no more, and no end
+            return
+        self.eof_received()
 
     def _stop_delivery(self) -> None:
         """Stop delivering data, and wake the task in `stream_to`."""
