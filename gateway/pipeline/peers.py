@@ -67,6 +67,7 @@ class Peers:
     def hear(self, facts: Mapping[str, Facts]) -> None:
         """Apply the facts of all live peers, by name."""
         before, self._known = self._known, dict(facts)
+        self._line.note_peers(len(facts))
         for gateway, told in facts.items():
             old = before.get(gateway)
             self._hear_of_backends(gateway, told, old)

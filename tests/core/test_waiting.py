@@ -1249,6 +1249,38 @@ def test_a_wait_that_is_known_to_be_too_long_is_refused_at_once_with_the_truth()
     assert refused.sentence() == "A slot would become free too late (position 2, about 20.0 s to wait)."
 
 
+@pytest.mark.parametrize(
+    ("peers", "expected_wait_s"), [(0, 10.0), (1, 2.0), (4, 5.0), (19, 10.0)], ids=lambda one: f"{one:g}"
+)
+def test_a_forecast_counts_the_even_part_of_the_slots_that_other_processes_free(
+    peers: int, expected_wait_s: float
+) -> None:
+    site = Site(knee=10)
+    drained(site, 10.0)  # of ten that run for 10 s each, one is this process's
+    site.loads["light"] = sum([site.loads["light"]] * 10, Load())
+    site.line.note_peers(peers)
+    site.enter("next", 120.0, traffic_class=bounded(max_wait_s=1.0))
+
+    (refused,) = site.turn(120.0).refused
+
+    assert refused.reason is Reason.WAIT_TOO_LONG
+    assert refused.expected_wait_s == pytest.approx(expected_wait_s)
+    site.turn(130.0)  # nobody waits: what the others run is not looked at any longer
+    assert site.line.drain_per_s("gemma", "chat", 130.0) == pytest.approx(1 / 10)
+
+
+def test_who_is_next_waits_for_a_slot_of_another_process() -> None:
+    site = Site(knee=10)
+    drained(site, 3.0)
+    site.loads["light"] = sum([site.loads["light"]] * 10, Load())
+    site.line.note_peers(1)
+
+    assert site.enter("next", 35.0, traffic_class=bounded(max_wait_s=1.2)) is None
+    assert not site.turn(35.0).refused
+    site.loads["light"] = Load()
+    assert site.start(35.3) == ["next"]
+
+
 def test_one_that_has_waited_too_long_is_told_of_no_wait_to_come() -> None:
     patient = bounded(max_wait_s=15.0)
     site = Site()
@@ -1533,7 +1565,7 @@ def test_all_forecasts_together_look_at_each_class_once(monkeypatch: pytest.Monk
     for number in range(50):
         site.enter(f"{number}", 0.0, traffic_class=TrafficClass(f"class-{number}", ("light",)))
     looked: list[int] = []
-    monkeypatch.setattr(Drain, "per_s", lambda drains, now: looked.append(len(drains)))
+    monkeypatch.setattr(Drain, "per_s", lambda drains, *_: looked.append(len(drains)))
 
     assert len(site.line.drains_per_s(1.0)) == 50
     assert sum(looked) == 50

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 from support.world import POLICY, StillClock
 
+from gateway.core.admission import WHOLE
 from gateway.core.facts import Attempts, Facts, Learned
 from gateway.core.health import HealthRules, Outcome, ProbeOk, State, Verdict
-from gateway.core.values import CountMode, Demand, Prompt, TemplateCosts, Turn
+from gateway.core.selection import BackendView
+from gateway.core.values import CountMode, Demand, Load, Prompt, TemplateCosts, Turn
 from gateway.core.waiting import Ticket, WaitingLine
 from gateway.pipeline import BackendWatch, Peers
 from gateway.store.facts import decode, encode
@@ -297,6 +299,28 @@ def test_an_operator_sees_what_the_others_tell(here: Gateway, there: Gateway) ->
         "long_waiting": {"push": 1},
         "knee_shares": {"push": 0.9},
     }
+
+
+def test_the_slots_that_become_free_are_shared_with_those_that_are_heard(here: Gateway) -> None:
+    def rate() -> float | None:
+        here.wait("next", "b")
+        here.line.turn(10.0, views)
+        return here.line.drain_per_s(MODEL.id, CHAT.name, 10.0)
+
+    views = {
+        name: BackendView(backend, Load(seqs=6, share=WHOLE), here.fleet.statuses()[name])
+        for name, backend in POLICY.backends.items()
+    }
+    demand = Demand(seqs=1, prompt_tokens=100, total_tokens=1_000)
+    for name in ("ended", "running"):
+        here.line.start_at_once(Ticket(name, MODEL.id, POLICY, CHAT, demand, "a", arrived_at=0.0), 0.0)
+    here.line.released("ended", "light-0", 10.0)
+
+    assert rate() == pytest.approx(1 / 10)
+    here.hear(x=Facts(), y=Facts())
+    assert rate() == pytest.approx(12 / 3 / 10)  # twelve run on the first pool of the class
+    here.hear()
+    assert rate() == pytest.approx(1 / 10)
 
 
 def test_what_is_said_of_a_backend_that_is_not_configured_here_is_ignored(here: Gateway) -> None:

@@ -52,8 +52,10 @@ class Drain:
         return self.starts * exp((self.at - now) / STARTS_OVER_S)
 
     @staticmethod
-    def per_s(drains: Sequence["Drain"], now: float) -> float | None:
+    def per_s(drains: Sequence["Drain"], now: float, running_min: float = 0.0) -> float | None:
         """Return the combined rate in slots per second, or None before the first request has ended.
+
+        At least `running_min` requests are assumed to be running.
 
         The higher of two measures: running requests over their residence time (Little's law), and the
         current rate of starts. The first is too low while a burst fills an idle fleet, the second while no
@@ -65,7 +67,7 @@ class Drain:
             return None
         ended = sum(running / residence_s for running, residence_s in known)
         of_them = sum(running for running, _ in known)
-        everything = sum(drain.running for drain in drains)
+        everything = max(running_min, sum(drain.running for drain in drains))
         if of_them:
             ended *= everything / of_them
         else:

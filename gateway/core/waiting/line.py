@@ -60,6 +60,8 @@ class WaitingLine:
         self._expiries: list[tuple[float, int, Entry]] = []
         self._long_waiting: dict[str, int] = {}
         self._long_elsewhere: Mapping[str, int] = {}
+        self._peers = 0  # other processes that take slots of the same backends
+        self._views: Mapping[str, BackendView] = {}  # of the last turn, if there are peers
         self._tokens_started = StartedTokens()
         self._gone_until: dict[str, float] = {}  # backends whose offered slot was gone
         self._back_at: Mapping[str, float] = {}  # backends whose box runs another model
@@ -156,7 +158,7 @@ class WaitingLine:
         for lane in self._lanes.values():
             if lane.home is not None:
                 pools.setdefault(lane.home[1], []).append(lane.drain)
-        rates = {pool: Drain.per_s(drains, now) for pool, drains in pools.items()}
+        rates = {pool: Drain.per_s(drains, now, self._even_part(pool)) for pool, drains in pools.items()}
         return {
             name: None if lane.home is None else rates[lane.home[1]] for name, lane in self._lanes.items()
         }
@@ -309,6 +311,10 @@ class WaitingLine:
         """Set the number of long prompts queued in other processes, per backend of their first pool."""
         self._long_elsewhere = dict(elsewhere)
 
+    def note_peers(self, number: int) -> None:
+        """Set the number of other processes that take slots of the same backends."""
+        self._peers = number
+
     # ------------------------------------------------------------ the turn
 
     def turn(self, now: float, views: Mapping[str, BackendView]) -> Turn:
@@ -319,6 +325,7 @@ class WaitingLine:
         """
         refused = self._expire(now)
         self._full_classes = {}
+        self._views = views if self._peers and self._waiting else {}
         if not self._waiting:
             return Turn((), refused, None)
         room = Room(self._with_offers(views), self._paused(now))
@@ -475,7 +482,18 @@ class WaitingLine:
             return None
         pool = lane.home[1]
         drains = [one.drain for one in self._lanes.values() if one.home is not None and one.home[1] == pool]
-        return Drain.per_s(drains, now)
+        return Drain.per_s(drains, now, self._even_part(pool))
+
+    def _even_part(self, pool: frozenset[str]) -> float:
+        """Return this process's even part of what all processes run on a pool; 0 without peers.
+
+        Whichever process waits may take a slot that another one frees. By its own requests alone, a process
+        that runs hardly any would expect to wait until one of these ends.
+        """
+        if not self._views:
+            return 0.0
+        running = sum(self._views[name].load.seqs for name in pool & self._views.keys())
+        return running / (1 + self._peers)
 
     def _late(self, full: Sequence[Entry], now: float, refused: list[Refused]) -> bool:
         """Refuse or demote entries that found no slot in their first turn and would not get one in time."""
