@@ -391,7 +391,7 @@ def _only_handler(logger: logging.Logger | None) -> logging.Handler | None:
 
 
 def backend_changed(backend_id: str, old: BackendStatus, new: BackendStatus) -> None:
-    """Log changes of a backend's state, and of whether it serves the right models."""
+    """Log changes of a backend's state, of whether it serves the right models, and is a single engine."""
     if new.model_error != old.model_error and (new.model_error or new.served_models):
         fleet_log.log(
             logging.WARNING if new.model_error else logging.INFO,
@@ -399,6 +399,13 @@ def backend_changed(backend_id: str, old: BackendStatus, new: BackendStatus) -> 
             backend_id,
             new.model_error or "serves the right model now",
             extra=about("backend_model", backend=backend_id, reason=new.model_error or None),
+        )
+    if new.shared_at is not None and old.shared_at is None:
+        fleet_log.warning(
+            "%s: %s",
+            backend_id,
+            new.metrics_error,
+            extra=about("backend_shared", backend=backend_id, reason=new.metrics_error),
         )
     # A certificate that turns out to be wrong is worth a line: nothing else would change until it is mended.
     is_told = new.probe_fault is not ProbeFault.TLS or old.probe_fault is ProbeFault.TLS

@@ -101,9 +101,10 @@ class Prober:
             secrets: Per backend id, the API key to send.
             tls: Per backend id, how to verify its certificate; True if missing.
             hang_s: Per backend id, an override of `rules.hang_s`; see `health.hang_after_s`.
-            on_change: Called when a state, its reason, or the served models change.
-            on_sample: Called with every sample.
-            on_stale: Called with the id of a backend, once per interval, while it has no recent sample.
+            on_change: Called when a state, its reason, the served models, or the sharing of a URL change.
+            on_sample: Called with every sample, unless several engines answer by turns.
+            on_stale: Called with the id of a backend, once per interval, while it has no recent sample, or
+                several engines answer by turns.
         """
         self._clock = clock
         self._on_change = on_change
@@ -263,6 +264,7 @@ class Prober:
         if fresh or new.restarts != old.restarts or (usable(new) and not usable(old)):
             self._looks[name].set()
         changed = (old.state, old.reason, old.served_models) != (new.state, new.reason, new.served_models)
+        changed = changed or (old.shared_at is None) != (new.shared_at is None)
         if self._on_change is not None and changed:
             self._on_change(name, old, new)
         self._changed.set()
@@ -282,13 +284,18 @@ class Prober:
             if status.down_since is None and status.state is not State.OUT:  # otherwise it is not reachable
                 found = await _sample(asker, self._rules[name].scrape_timeout_s, self._clock)
                 await self._learn(name, found)
-                if self._on_sample is not None and isinstance(found, Sample):
+                is_shared = self._statuses[name].shared_at is not None
+                if self._on_sample is not None and isinstance(found, Sample) and not is_shared:
                     self._on_sample(name, found.engine)
-            engine = self._statuses[name].engine
-            if self._on_stale is not None and (engine is None or self._clock.now() - engine.at > STALE_S):
+            if self._on_stale is not None and self._is_unsampled(self._statuses[name]):
                 self._on_stale(name)
 
         await self._paced(name, "metrics", scrape)
+
+    def _is_unsampled(self, status: BackendStatus) -> bool:
+        """Return whether nothing tells what the engine does now."""
+        engine = status.engine
+        return engine is None or status.shared_at is not None or self._clock.now() - engine.at > STALE_S
 
     async def _watch_models(self, name: str, asker: "_Asker") -> None:
         await _unless_over()

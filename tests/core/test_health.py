@@ -457,6 +457,36 @@ def test_a_counter_that_fell_is_a_restart(counter: str) -> None:
         assert play((0, OK), (1, Sample(before)), (2, Sample(after)))[-1].restarts == restarts
 
 
+def test_engines_that_answer_at_one_url_by_turns_are_no_restarts() -> None:
+    """As behind a load balancer: only the first turn of each looks like one."""
+    turns = [sample(start * 100, start=1e9 + start) for start in (1, 2, 3, 1, 2, 3, 4, 1)]
+    statuses = play((0, OK), *[(float(at), turn) for at, turn in enumerate(turns)])
+    assert [one.restarts for one in statuses[1:]] == [0, 1, 2, 2, 2, 2, 2, 2]
+    assert [one.shared_at is not None for one in statuses[1:]] == [False] * 3 + [True] * 5
+    assert statuses[-1].metrics_error.startswith("several engines answer at its URL by turns")
+    assert statuses[-1].reported is None
+    served = play(*[(8, SERVED)] * 3, (9, sample(0, start=1e9 + 2)), status=statuses[-1])[-1]
+    assert served.state is State.UP
+
+
+def test_of_engines_that_answer_by_turns_none_is_said_to_hang() -> None:
+    shared = play((0, OK), *[(1, sample(7, start=start)) for start in (1e9, 2e9, 1e9)])[-1]
+    served = play(*[(2, SERVED)] * 3, *[(at, sample(7)) for at in (9, 45, 90)], status=shared)
+    assert {one.state for one in served[-3:]} == {State.UP}
+    hung = replace(shared, state=State.HUNG)
+    assert play((9, sample(7)), status=hung)[-1].state is State.PROBATION
+
+
+def test_an_engine_that_has_long_been_alone_at_its_url_may_restart_and_hang() -> None:
+    """As after a rolling update, in which the old one and the new one answered for a while."""
+    shared = play((0, OK), *[(1, sample(7, start=start)) for start in (1e9, 2e9, 1e9, 2e9)])[-1]
+    *_, still, alone = play((600, sample(8, start=2e9)), (601, sample(9, start=2e9)), status=shared)
+    assert (still.shared_at, alone.shared_at) == (1.0, None)
+    assert (alone.metrics_error, alone.restarts) == ("", 1)
+    assert play((602, sample(0, start=3e9)), status=alone)[-1].restarts == 2
+    assert play((640, sample(9, start=2e9)), status=alone)[-1].state is State.HUNG
+
+
 def test_what_an_operator_is_told_of_a_backend() -> None:
     """Each change says why; what changes nothing leaves what was said."""
     models = ProbeOk(models=("gemma",))

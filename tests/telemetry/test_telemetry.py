@@ -719,6 +719,20 @@ def test_a_wrong_model_is_one_line_and_so_is_its_end() -> None:
 
 
 @pytest.mark.usefixtures("_logging_as_it_was")
+def test_several_engines_at_one_url_are_one_line() -> None:
+    out = io.StringIO()
+    logs.set_up("info", out)
+    alone = BackendStatus(State.UP)
+    shared = replace(alone, shared_at=1.0, metrics_error="several engines")
+
+    for old, new in ((alone, shared), (shared, replace(shared, shared_at=2.0)), (shared, alone)):
+        logs.backend_changed("push", old, new)
+
+    (said,) = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert (said["event"], said["level"], said["reason"]) == ("backend_shared", "warning", "several engines")
+
+
+@pytest.mark.usefixtures("_logging_as_it_was")
 def test_the_end_of_a_job_is_one_line_and_that_of_an_attempt_none() -> None:
     out = io.StringIO()
     logs.set_up("info", out)

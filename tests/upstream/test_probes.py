@@ -124,6 +124,32 @@ async def test_a_restart_between_two_probes_is_noticed(clock: Clock, fake_engine
         assert (fleet.statuses()["a"].restarts, fleet.statuses()["a"].state) == (1, State.PROBATION)
 
 
+async def test_figures_of_engines_that_answer_by_turns_are_those_of_none(
+    clock: Clock, fake_engine: Engines
+) -> None:
+    told: list[tuple[bool, bool]] = []
+    samples, stale = list[EngineSample](), list[str]()
+    async with fake_engine() as engine:
+        prober = watch(
+            clock,
+            engine,
+            on_change=lambda _, old, new: told.append((old.shared_at is None, new.shared_at is None)),
+            on_sample=lambda _, one: samples.append(one),
+            on_stale=stale.append,
+        )
+        async with probing(prober) as fleet:
+            await fleet.wait_for(lambda seen: seen["a"].engine is not None)
+            for turn in (40, -40):
+                await engine.until_asked("/metrics", engine.asked["/metrics"] + 2)
+                engine.started_at += turn
+            await fleet.wait_for(lambda seen: seen["a"].shared_at is not None)
+            assert told[-1] == (True, False)
+            samples.clear()
+            stale.clear()
+            await engine.until_asked("/metrics", engine.asked["/metrics"] + 2)
+            assert (samples, stale[:1]) == ([], ["a"])
+
+
 async def test_a_hang_is_noticed_although_health_says_200(clock: Clock, fake_engine: Engines) -> None:
     async with fake_engine() as engine, probing(watch(clock, engine)) as fleet:
         engine.running, engine.generation_tokens = 3, 700

@@ -28,6 +28,16 @@ HEARD_MAX = 256
 """Gateways whose last verdict on a backend is remembered. A choice that bounds memory: a restarted gateway
 has a new name."""
 
+REPLACED_MAX = 16
+"""Processes whose starts are remembered. A choice: more engines than anybody puts behind one URL."""
+
+SHARED_S = 600.0
+"""How long several engines are taken to answer at a URL after a sample that showed it. A choice: ten times as
+long as a connection is kept (`upstream.backend_clients.AGE_S`), so that each of two is seen again."""
+
+SHARED = "several engines answer at its URL by turns: each needs a backend of its own"
+"""What operators are told of that."""
+
 _TELLING = frozenset({Outcome.FAILED, Outcome.TIMEOUT})
 """Faults reported to other gateways. Unreachable backends are left out because every gateway's probes detect
 them, and refused keys or model names because this gateway's own configuration may be at fault."""
@@ -209,9 +219,15 @@ def _is_working(status: BackendStatus, now: float, rules: HealthRules) -> bool:
 
 
 def _sample(status: BackendStatus, new: EngineSample, now: float, rules: HealthRules) -> BackendStatus:
-    old = status.engine
+    old, is_other = status.engine, False
     status = replace(status, engine=new, metrics_error="")
     if old is not None and _restarted(old, new):
+        is_other, status = True, _replaced(status, old.started_at, new.started_at, now)
+    if status.shared_at is not None:
+        if now - status.shared_at < SHARED_S:  # figures of different engines: nothing follows from a change
+            return _after_progress(replace(status, metrics_error=SHARED), None, new, now, rules)
+        status = replace(status, shared_at=None)
+    if is_other:
         return _after_restart(status, now)
     moved = old is None or _counted(old) != _counted(new) or new.kv_usage > old.kv_usage
     if moved or status.progress_at is None or new.running + new.waiting == 0:
@@ -226,12 +242,30 @@ def _sample(status: BackendStatus, new: EngineSample, now: float, rules: HealthR
 
 def _restarted(old: EngineSample, new: EngineSample) -> bool:
     if old.started_at is not None and new.started_at is not None:
-        return abs(new.started_at - old.started_at) >= 0.01  # one clock tick; a restart takes longer
+        return not _are_same(old.started_at, new.started_at)
     # Several API servers behind one port export no start time. Counters fall only at a restart.
     return (
         new.generation_tokens < old.generation_tokens
         or new.prompt_tokens < old.prompt_tokens
         or new.preemptions < old.preemptions
+    )
+
+
+def _are_same(one: float, other: float) -> bool:
+    """Return whether two starts are those of one process."""
+    return abs(one - other) < 0.01  # one clock tick; a restart takes longer
+
+
+def _replaced(status: BackendStatus, former: float | None, start: float | None, now: float) -> BackendStatus:
+    """Return the status after another process than before has answered. One that is gone is never back."""
+    if former is None or start is None:
+        return status
+    is_back = any(_are_same(one, start) for one in status.replaced)
+    others = (one for one in status.replaced if not _are_same(one, start))
+    return replace(
+        status,
+        replaced=(*others, former)[-REPLACED_MAX:],
+        shared_at=now if is_back else status.shared_at,
     )
 
 

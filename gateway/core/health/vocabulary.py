@@ -98,9 +98,13 @@ class BackendStatus:
         version: The engine version that it reports, or "".
         engine: Its last metrics sample, or None.
         restarts: Restarts noticed since the gateway started.
+        replaced: When processes started that others have taken the place of, in epoch seconds, oldest first.
+        shared_at: When one of them was last back, in monotonic seconds, so that several engines answer at its
+            URL by turns; None if that was long ago.
         last_error: The last failure, for an operator; "" if none.
         recent_failures: Monotonic seconds of failed attempts not yet forgiven, oldest first.
-        metrics_error: Why its last scrape failed, or "". Hangs cannot be detected without samples.
+        metrics_error: Why its last scrape failed, or says nothing, or "". Hangs cannot be detected without
+            samples.
         model_error: A known problem with the models it serves, or "".
         was_up: Whether it ever answered a probe or served a request; before that, no answer means booting.
         probe_failures: Consecutive failed probes.
@@ -129,6 +133,8 @@ class BackendStatus:
     version: str = ""
     engine: EngineSample | None = None
     restarts: int = 0
+    replaced: tuple[float, ...] = ()
+    shared_at: float | None = None
     last_error: str = ""
     recent_failures: tuple[float, ...] = ()
     metrics_error: str = ""
