@@ -401,7 +401,8 @@ class _Asker:
         except GatewayError as error:
             raise _unexpected(error) from error
         if status != 200:
-            raise _Unexpected(ProbeFault.STATUS, f"HTTP {status}", status)
+            kind = ProbeFault.LIMITED if status == 429 else ProbeFault.STATUS
+            raise _Unexpected(kind, f"HTTP {status}", status)
         if len(body) > PAGE_BYTES_MAX:
             raise _Unexpected(ProbeFault.BROKEN, f"more than {PAGE_BYTES_MAX} bytes")
         return body
@@ -413,7 +414,7 @@ async def _health(asker: _Asker, timeout_s: float) -> ProbeOk | ProbeFailed:
     except _Unexpected as error:
         if error.status in NO_SUCH_PATH:  # as Ollama: it is well if it lists its models
             return await _health_by_list(asker, timeout_s, f"/health: {error.detail}")
-        detail = f"/health: {error.detail}" if error.kind is ProbeFault.STATUS else error.detail
+        detail = f"/health: {error.detail}" if error.status else error.detail
         return ProbeFailed(error.kind, detail)
     return ProbeOk()
 

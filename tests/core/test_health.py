@@ -469,6 +469,14 @@ def test_engines_that_answer_at_one_url_by_turns_are_no_restarts() -> None:
     assert served.state is State.UP
 
 
+def test_a_probe_that_something_before_the_engine_refuses_for_load_says_nothing_about_it() -> None:
+    limited = ProbeFailed(ProbeFault.LIMITED, "/health: HTTP 429")
+    up = play((0, OK), *[(at, limited) for at in range(1, 20)])[-1]
+    assert (up.state, up.probe_failures, up.last_error) == (State.UP, 0, "probe: /health: HTTP 429")
+    assert states((0, limited), (50, limited), (101, limited), (102, OK)) == [B, B, DOWN, U]
+    assert states((0, OK), (1, REFUSED), (2, limited), (102, limited), (103, OK)) == [U, B, B, DOWN, P]
+
+
 def test_of_engines_that_answer_by_turns_none_is_said_to_hang() -> None:
     shared = play((0, OK), *[(1, sample(7, start=start)) for start in (1e9, 2e9, 1e9)])[-1]
     served = play(*[(2, SERVED)] * 3, *[(at, sample(7)) for at in (9, 45, 90)], status=shared)

@@ -206,6 +206,17 @@ async def test_a_slow_metrics_page_delays_no_verdict_and_is_not_asked_for_twice(
             await fleet.wait_for(is_(State.BOOTING))
 
 
+async def test_a_proxy_that_limits_requests_takes_no_engine_out_of_service(
+    clock: Clock, fake_engine: Engines
+) -> None:
+    async with fake_engine() as engine, probing(watch(clock, engine)) as fleet:
+        await fleet.wait_for(is_(State.UP))
+        engine.replies["/health"] = (429, b"<html>Too Many Requests</html>")
+        await engine.until_asked("/health", engine.asked["/health"] + 10)
+        status = fleet.statuses()["a"]
+        assert (status.state, status.last_error) == (State.UP, "probe: /health: HTTP 429")
+
+
 async def test_what_other_gateways_say_of_a_backend_counts_here(clock: Clock, fake_engine: Engines) -> None:
     reasons: list[str] = []
     async with fake_engine() as engine:

@@ -175,7 +175,8 @@ def _probe_ok(status: BackendStatus, now: float, rules: HealthRules) -> BackendS
 def _probe_failed(status: BackendStatus, event: ProbeFailed, now: float, rules: HealthRules) -> BackendStatus:
     detail = event.detail or event.kind.value
     is_busy = event.kind is ProbeFault.TIMEOUT and _is_working(status, now, rules)
-    if is_busy or event.kind is ProbeFault.OURS:
+    is_limited = event.kind is ProbeFault.LIMITED and status.was_up and status.down_since is None
+    if is_busy or is_limited or event.kind is ProbeFault.OURS:
         return replace(status, last_error=f"probe: {detail}")
     since = now if status.down_since is None else status.down_since
     failures = status.probe_failures + 1

@@ -52,6 +52,7 @@ class ProbeFault(StrEnum):
     UNRESOLVED = "unresolved"  # its host name does not resolve
     TIMEOUT = "timeout"
     STATUS = "status"  # a status other than 200
+    LIMITED = "limited"  # 429: something before the engine limits requests, and this was one too many
     OURS = "ours"  # the gateway could not send the probe: says nothing about the backend
     TLS = "tls"  # its certificate, or TLS itself, is wrong: no boot mends that
     BROKEN = "broken"  # invalid HTTP, or the connection was closed early
