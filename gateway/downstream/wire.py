@@ -347,6 +347,8 @@ def read_members(
     if not is_bare:
         options = _mapping(fields.any("stream_options"))
         tools = _tools(fields, rules.tools_max)
+        if tools is _NO_TOOLS:
+            _drop_no_tools(fields, members)
     include_usage = bool(options.get("include_usage"))
     chat = endpoint is Endpoint.CHAT
     prompt, prefixes, prompts = (
@@ -380,6 +382,18 @@ def read_members(
     return _wire_request(
         request, members, received, rules, size_bytes=size_bytes, dropped=dropped, options=options, cut=cut
     )
+
+
+def _drop_no_tools(fields: "_Fields", members: dict[str, msgspec.Raw]) -> None:
+    """Remove an empty array of tools, which means the same as none.
+
+    Agent frameworks send it for agents without tools; vLLM accepted it, and refuses it since its PR #39780.
+    The choice among them goes with it, unless it demands a call.
+    """
+    if fields.raw("tools") is not None:
+        del members["tools"]
+        if fields.any("tool_choice") in ("auto", "none"):
+            del members["tool_choice"]
 
 
 def _reasoning(fields: "_Fields", prompt: Prompt, *, is_bare: bool) -> bool | None:

@@ -520,6 +520,28 @@ def test_nor_do_they_get_there_as_arguments_of_the_template(text: str) -> None:
     assert sent["messages"][0]["content"] == text
 
 
+@pytest.mark.parametrize(
+    ("fields", "sent"),
+    [
+        ({"tools": []}, {}),
+        ({"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}, {"parallel_tool_calls": True}),
+        ({"tools": [], "tool_choice": "none"}, {}),
+        ({"tools": [], "tool_choice": None}, {"tool_choice": None}),
+        ({"tools": [], "tool_choice": "required"}, {"tool_choice": "required"}),  # the backend says why not
+        ({"tools": None, "tool_choice": "auto"}, {"tools": None, "tool_choice": "auto"}),
+        ({"tool_choice": "auto", "stream_options": {}}, {"tool_choice": "auto", "stream_options": {}}),
+    ],
+)
+@pytest.mark.parametrize("text", ["short", "long " * 30_000])
+def test_an_empty_array_of_tools_is_sent_as_no_tools(
+    fields: dict[str, Any], sent: dict[str, Any], text: str
+) -> None:
+    incoming = chat(messages=message(text), **fields)
+
+    assert incoming.request.tools == 0
+    assert json.loads(incoming.body_for("s")) == {"model": "s", "messages": message(text), **sent}
+
+
 def test_other_arguments_of_the_template_keep_their_bytes() -> None:
     raw = b'{"model":"m","messages":[{"role":"user","content":"x"}],"chat_template_kwargs":{"a" : 1.00}}'
 
