@@ -299,6 +299,14 @@ async def test_a_chat_is_not_kept_without_jobs_and_that_is_said(fleet: Site) -> 
     assert "Only chat completions of jobs are kept" in caught.value.message
 
 
+async def test_who_wants_a_conversation_kept_is_told_what_to_do_instead(fleet: Site) -> None:
+    client = fleet.openai()
+    for call in (client.conversations.create(), client.conversations.delete("conv_1")):
+        with pytest.raises(openai.NotFoundError, match="`previous_response_id`") as caught:
+            await call
+        assert caught.value.code == "not_found"
+
+
 @pytest.mark.parametrize("ending", ["", "/", "/v1/v1"])
 async def test_a_base_url_that_is_wrong_is_corrected(fleet: Site, ending: str) -> None:
     client = fleet.openai(base_url=f"{fleet.url}{ending}")
