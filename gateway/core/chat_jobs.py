@@ -77,7 +77,7 @@ class ChatReplay:
     now invalid was sent.
 
     Attributes:
-        chunks: Number of chunks processed.
+        chunks: Number of chunks processed; last: the last of them, or None.
         has_spoken: Whether anything was sent.
         is_broken: Whether the answer started over, or must, after something was sent: nothing more is
             returned.
@@ -90,6 +90,7 @@ class ChatReplay:
         self._decode = decode
         self._roles: set[int] = set()  # choices whose role was sent; a continued answer repeats it
         self.chunks = 0
+        self.last: Chunk | None = None
         self.has_spoken = False
         self.is_broken = False
         self._is_invalid = False  # the answer has an invalid event, so its worker starts it over
@@ -97,6 +98,7 @@ class ChatReplay:
     def tell(self, chunks: Sequence[Chunk]) -> bytes:
         """Process further chunks; return the bytes to send, without the final `[DONE]`."""
         self.chunks += len(chunks)
+        self.last = chunks[-1] if chunks else self.last
         if any(chunk.restarts for chunk in chunks):
             self.is_broken, self._is_invalid = self.has_spoken, False
         if self.is_broken or self._is_invalid:

@@ -20,6 +20,7 @@ from gateway.core.errors import (
     JobRefused,
     ResponseNotFound,
     StoreUnavailable,
+    StreamBroken,
     let_go,
 )
 from gateway.core.idempotency import Idempotency
@@ -294,15 +295,18 @@ class Background:
         return await self._again(job)
 
     async def news(
-        self, job: Job, start: int, wait_s: float, *, is_placed: bool
+        self, job: Job, last: Chunk | None, wait_s: float, *, is_placed: bool
     ) -> tuple[Job, Sequence[Chunk]]:
-        """Wait for chunks of a job from number `start` on, at most `wait_s`, and return some.
+        """Wait for chunks of a job after `last`, at most `wait_s`, and return some.
 
         If there are none, the job is refreshed: if it has changed, or if its place is wanted (`is_placed`).
+
+        Raises:
+            StreamBroken: the store has lost `last`.
         """
-        if not await self._jobs.changed(job.id, start, wait_s, job.status):
+        if not await self._jobs.changed(job.id, _number_after(last), wait_s, job.status):
             return (await self._again(job) if is_placed else job), ()
-        chunks = await self._jobs.chunks(job.id, start, CHUNKS_AT_ONCE)
+        chunks = await self._chunks_after(job, last)
         return (job if chunks else await self._again(job)), chunks
 
     async def answer(self, job: Job) -> bytes:
@@ -377,6 +381,7 @@ class Background:
         Raises:
             ResponseNotFound: it is gone.
             StoreUnavailable: the store was unreachable for too long.
+            StreamBroken: the store has lost some of the answer.
             Draining: this process is shutting down.
         """
         outage, is_news = Outage(self._clock), True
@@ -389,7 +394,7 @@ class Background:
                         if await self._jobs.changed(job.id, replay.chunks, FOLLOW_S, job.status):
                             job = await self._again(job)
                 async with self._turn(job, replay.chunks):
-                    chunks = await self._jobs.chunks(job.id, replay.chunks, CHUNKS_AT_ONCE)
+                    chunks = await self._chunks_after(job, replay.last)
                 outage.over()
             except StoreUnavailable as error:
                 yield ()
@@ -405,6 +410,27 @@ class Background:
             if replay.is_over:
                 return
             self.waits.check_open()
+
+    async def _chunks_after(self, job: Job, last: Chunk | None) -> Sequence[Chunk]:
+        """Return some of a job's chunks after `last`, which is read again.
+
+        A store that has lost it (a failover to a replica that lags) is given others in its place, and what
+        follows them does not follow what a reader has seen.
+
+        Raises:
+            StreamBroken: it is not there any more.
+            ResponseNotFound: nor is the job.
+        """
+        if last is None:
+            return await self._jobs.chunks(job.id, 0, CHUNKS_AT_ONCE)
+        chunks = await self._jobs.chunks(job.id, last.number, CHUNKS_AT_ONCE + 1)
+        if chunks and chunks[0] == last:
+            return chunks[1:]
+        await self._again(job)
+        raise StreamBroken(
+            "The store has lost some of the answer, which is generated again from there: discard what came "
+            f"before. The new answer will be at /v1/responses/{job.id}."
+        )
 
     def retry_after_s(self, response: Mapping[str, Any]) -> int:
         """Return when to poll a response again."""
@@ -485,6 +511,10 @@ class Outage:
             raise error
         let_go(error)
         await _rest()
+
+
+def _number_after(last: Chunk | None) -> int:
+    return 0 if last is None else last.number + 1
 
 
 async def _rest() -> None:

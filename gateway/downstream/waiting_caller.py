@@ -154,7 +154,7 @@ class WaitingCaller:
             wait_s = self._wait_s(job, has_begun=replay.chunks > 0)
             try:
                 job, chunks = await self._background.news(
-                    job, replay.chunks, wait_s, is_placed=self._waiter.wants_place
+                    job, replay.last, wait_s, is_placed=self._waiter.wants_place
                 )
                 self._outage.over()
             except StoreUnavailable as error:

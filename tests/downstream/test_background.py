@@ -6,10 +6,11 @@ from functools import partial
 from typing import Any, cast
 
 import anyio
+import anyio.lowlevel
 import pytest
 from support.world import Incoming, World
 
-from gateway.core.errors import GatewayError, ResponseNotFound, StoreUnavailable
+from gateway.core.errors import GatewayError, ResponseNotFound, StoreUnavailable, StreamBroken
 from gateway.core.jobs import Chunk, Job, JobError, JobStatus, Lane, NewJob, Queue, Refusal
 from gateway.core.responses.replay import JobFacts
 from gateway.core.values import OnDisconnect
@@ -190,7 +191,7 @@ class Answered:
         self.known: list[JobStatus | None] = []
 
     async def chunks(self, job_id: str, start: int = 0, limit: int = 1000) -> Sequence[Chunk]:
-        return self.said[start : start + 1] if self.job.status.is_final else ()
+        return self.said[start : start + limit] if self.job.status.is_final else ()
 
     async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> bool:
         self.known.append(status)
@@ -446,10 +447,62 @@ async def test_a_job_that_has_not_changed_is_asked_after_only_for_its_place(
     background = background_of(World(), store)
 
     for _ in range(3):
-        job, _ = await background.news(job, 0, 10.0, is_placed=is_placed)
+        job, _ = await background.news(job, None, 10.0, is_placed=is_placed)
 
     assert job.status is JobStatus.COMPLETED
     assert store.got == got
+
+
+class Lagging(Answered):
+    """A store replaced, after some chunks were read, by a replica with others in their place, or none."""
+
+    def __init__(self, job: Job, read: Sequence[Chunk], then: Sequence[Chunk]) -> None:
+        super().__init__(job)
+        self.lists = [read, then]
+
+    async def chunks(self, job_id: str, start: int = 0, limit: int = 1000) -> Sequence[Chunk]:
+        held = self.lists.pop(0) if len(self.lists) > 1 else self.lists[0]
+        return held[start : start + limit]
+
+    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> bool:
+        await anyio.lowlevel.checkpoint()
+        return True
+
+
+def _words(*said: str, attempt: int = 1, since: int = 0) -> list[Chunk]:
+    event = 'data: {"choices":[{"index":0,"delta":{"content":"%s"},"finish_reason":null}]}\n\n'
+    return [Chunk(since + at, attempt, (event % word).encode()) for at, word in enumerate(said)]
+
+
+@pytest.mark.parametrize("way", ["events", "news"])
+@pytest.mark.parametrize(
+    "then",
+    [
+        pytest.param(_words("a"), id="shorter"),
+        pytest.param([], id="empty"),
+        pytest.param([*_words("a"), *_words("b c", "d", "e", attempt=2, since=1)], id="with-others"),
+        pytest.param(_words("a", "b c", "d", "e"), id="with-others-of-the-same-attempt"),
+    ],
+)
+async def test_who_follows_an_answer_of_which_the_store_has_lost_some_is_cut_off(
+    way: str, then: Sequence[Chunk]
+) -> None:
+    """What comes after the loss does not follow what was told before it: it must not pass for one answer."""
+    facts = JobFacts({"id": "resp_1", "status": "queued"}, "0" * 32, 0, {}, {}).encoded()
+    new = NewJob("resp_1", None, "m/c", b"{}", facts)
+    job = Job(new, JobStatus.IN_PROGRESS, attempt=1, chunks=2)
+    read = _words("a", "b")
+    background = background_of(World(), Lagging(job, read, then))
+
+    if way == "news":
+        assert await background.news(job, None, 10.0, is_placed=False) == (job, read)
+        with pytest.raises(StreamBroken, match="/v1/responses/resp_1"):
+            await background.news(job, read[-1], 10.0, is_placed=False)
+        return
+    with anyio.fail_after(3):
+        told = [event async for batch in background.events(job, -1) for event in batch]
+    assert [event["delta"] for event in told if "delta" in event] == ["a", "b"]
+    assert (told[-1]["type"], told[-1].get("code")) == ("error", "stream_broken")
 
 
 class Away:

@@ -60,7 +60,11 @@ class JobFacts:
 
 
 class Replay:
-    """Translates one job to events, from the first on: takes updates of the job, returns new events."""
+    """Translates one job to events, from the first on: takes updates of the job, returns new events.
+
+    Attributes:
+        chunks: Number of chunks processed; last: the last of them, or None.
+    """
 
     def __init__(self, facts: JobFacts, decode: Callable[[bytes], Any] = json.loads) -> None:
         """Start before the first event."""
@@ -69,6 +73,7 @@ class Replay:
         self._is_begun = self._is_started = False
         self._is_invalid = False  # the answer has an invalid event, so its worker starts it over
         self.chunks = 0
+        self.last: Chunk | None = None
 
     @property
     def is_over(self) -> bool:
@@ -96,6 +101,7 @@ class Replay:
             events += self._draft.start()
         for chunk in chunks:
             self.chunks += 1
+            self.last = chunk
             if chunk.restarts:
                 events += self._draft.restart()
                 self._is_invalid = False
