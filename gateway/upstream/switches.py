@@ -217,8 +217,9 @@ async def _fall_asleep(member: Member, level: int, timeout_s: float) -> str:
         failure = f"/sleep: {error}"
     else:
         return ""
-    # A server that is not running holds no memory; one that rejects the request, or hangs, does.
-    return "" if await _is_closed(member) else failure
+    # One that sleeps, and was late to say so, holds no memory, nor does one that is not running; one that
+    # rejects the request, or hangs, does.
+    return "" if await _is_asleep(member) or await _is_closed(member) else failure
 
 
 async def _wake_up(member: Member, level: int, timeout_s: float) -> str:

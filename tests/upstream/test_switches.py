@@ -141,6 +141,19 @@ async def test_a_server_that_is_not_there_needs_no_sleep_and_one_that_refuses_ha
         assert await switch(member(BySleep(), server.url)).stop("qwen", 1) == "/sleep: HTTP 404"
 
 
+@pytest.mark.parametrize("answered", [None, answer("504 Gateway Timeout")], ids=["late", "cut-off"])
+async def test_a_server_that_sleeps_is_stopped_though_its_answer_did_not_come(answered: bytes | None) -> None:
+    async def reply(stream: SocketStream, number: int) -> None:
+        del number
+        head, _ = server.requests[-1]
+        sent = answer("200 OK", b'{"is_sleeping": true}') if b"/is_sleeping" in head else answered
+        if sent is not None:
+            await stream.send(sent)
+
+    async with raw_server(reply) as server:
+        assert await switch(member(BySleep(timeout_s=0.1), server.url)).stop("qwen", 1) == ""
+
+
 async def test_a_server_that_does_not_answer_may_hold_the_memory_still(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
