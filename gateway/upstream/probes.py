@@ -180,7 +180,8 @@ class Prober:
         status = self._statuses.get(backend_id)
         if status is None or started_at < self._there_since[backend_id]:
             return
-        if outcome is Outcome.OK and status.state is State.UP and not status.recent_failures:
+        is_clean = status.state is State.UP and not status.recent_failures and not status.own_failures
+        if outcome is Outcome.OK and is_clean:
             self._served[backend_id] = self._served.get(backend_id, 0) + 1  # applied with the next event
         else:
             self._observe(backend_id, Attempt(outcome, detail, started_at))

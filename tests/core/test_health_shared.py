@@ -30,6 +30,7 @@ REFUSED = ProbeFailed(ProbeFault.REFUSED, "connection refused")
 SLOW = ProbeFailed(ProbeFault.TIMEOUT, "no answer in 3 s")
 SERVED = Attempt(Outcome.OK)
 FAILED = Attempt(Outcome.FAILED, "status 500")
+SERVED_THERE = PeerAttempts(9, 0)
 STOPPING = Attempt(Outcome.DRAINING, "cannot schedule new futures")
 OUT = Verdict(1, State.EJECTED, "3 requests failed", 5.0, ejections=1)
 STOPS = Verdict(1, State.DRAINING, "the engine is stopping", 60.0)
@@ -43,6 +44,10 @@ def says(what: Verdict = OUT, *, by: str = "other", **changes: float) -> PeerVer
 
 def sample(tokens: float, start: float = 1e9) -> Sample:
     return Sample(EngineSample(at=0.0, running=1, kv_usage=0.5, generation_tokens=tokens, started_at=start))
+
+
+def fails_here_alone(now: float) -> list[tuple[float, Event]]:
+    return [(now, FAILED), (now, FAILED), (now, SERVED_THERE), (now, FAILED)]
 
 
 def play(*script: tuple[float, Event], status: BackendStatus | None = None) -> list[BackendStatus]:
@@ -103,14 +108,38 @@ SCRIPTS: dict[str, tuple[list[tuple[float, Event]], list[str]]] = {
         [U, U, U, X],
     ),
     "one-success-more-than-failures-forgives-one": (
-        [(0, OK), (1, FAILED), (1, FAILED), (1, PeerAttempts(5, 4)), (2, FAILED), (2, FAILED)],
-        [U, U, U, U, U, X],
+        [(0, OK), (1, PeerAttempts(0, 2)), (1, PeerAttempts(5, 4)), (2, FAILED), (2, FAILED)],
+        [U, U, U, U, X],
     ),
     "failures-here-and-there-add-up": ([(0, OK), (1, FAILED), (2, PeerAttempts(0, 2))], [U, U, X]),
     "and-in-the-other-order": ([(0, OK), (1, PeerAttempts(0, 2)), (2, FAILED)], [U, U, X]),
     "successes-there-forgive-failures-here": (
-        [(0, OK), (1, FAILED), (1, FAILED), (2, PeerAttempts(1, 0)), (3, FAILED), (4, FAILED)],
+        [(0, OK), (1, FAILED), (1, PeerAttempts(0, 1)), (2, PeerAttempts(1, 0)), (3, FAILED), (4, FAILED)],
         [U, U, U, U, U, X],
+    ),
+    "but-not-all-of-them": (
+        [(0, OK), (1, FAILED), (2, FAILED), (3, PeerAttempts(900, 0)), (4, FAILED)],
+        [U, U, U, U, X],
+    ),
+    "unless-there-are-successes-here-too": (
+        [(0, OK), (1, FAILED), (2, FAILED), (3, PeerAttempts(900, 0)), (4, SERVED), (5, FAILED), (6, FAILED)],
+        [U, U, U, U, U, U, X],
+    ),
+    "or-they-are-far-apart": (
+        [(0, OK), (1, FAILED), (2, FAILED), (3, PeerAttempts(900, 0)), (62, FAILED), (63, FAILED)],
+        [U, U, U, U, U, U],
+    ),
+    "what-fails-from-here-alone-comes-back-and-is-tried-again": (
+        [
+            (0, OK),
+            *fails_here_alone(1),
+            (6, OK),
+            (7, SERVED_THERE),
+            *fails_here_alone(8),
+            (17, OK),
+            (18, OK),
+        ],
+        [U, U, U, U, X, P, U, U, U, U, X, X, P],
     ),
     "failures-among-successes-are-forgiven": ([(0, OK), *[(1.0, PeerAttempts(90, 3))] * 3], [U] * 4),
     "failures-a-minute-apart-do-not-add-up": (
@@ -169,6 +198,26 @@ TOLD: dict[str, tuple[list[tuple[float, Event]], Verdict | None]] = {
             1, State.EJECTED, "3 failures, some of them through other gateways; out for at least 5 s", 5, 1
         ),
     ),
+    "requests-failed-from-here-alone": (
+        [(0, OK), *fails_here_alone(1)],
+        None,
+    ),
+    "one-more-from-here-alone-in-probation": (
+        [(0, OK), *fails_here_alone(1), (6, OK), (7, FAILED)],
+        None,
+    ),
+    "a-verdict-is-told-again-once-it-was-up": (
+        [
+            (0, OK),
+            *fails_here_alone(1),
+            (6, OK),
+            *[(7, SERVED)] * 3,
+            (8, REFUSED),
+            (9, OK),
+            (9, FAILED),
+        ],
+        Verdict(1, State.EJECTED, "failed in probation: failed: status 500; out for at least 10 s", 10, 2),
+    ),
     "its-penalty-is-over": ([(0, OK), *[(1, FAILED)] * 3, (6, SLOW)], None),
     "it-was-readmitted": ([(0, OK), *[(1, FAILED)] * 3, (6, OK)], None),
     "it-is-gone": ([(0, OK), *[(1, FAILED)] * 3, (2, REFUSED)], None),
@@ -191,6 +240,15 @@ def test_only_verdicts_of_ones_own_are_told(
     script: list[tuple[float, Event]], expected: Verdict | None
 ) -> None:
     assert verdict(play(*script)[-1], script[-1][0], RULES) == expected
+
+
+def test_an_operator_is_told_that_it_fails_from_here_only() -> None:
+    status = play((0, OK), *fails_here_alone(1))[-1]
+
+    assert status.reason == (
+        "3 failures from here, though it serves other gateways; the last: failed: status 500; "
+        "out for at least 5 s"
+    )
 
 
 def test_two_gateways_that_tell_each_other_everything_come_to_rest() -> None:

@@ -143,15 +143,29 @@ def test_failures_here_and_there_add_up(here: Gateway, there: Gateway) -> None:
 
 def test_successes_there_forgive_failures_here(here: Gateway, there: Gateway) -> None:
     here.hear(there)
-    here.fail("push", 2)
-    there.fleet.report("push", Outcome.OK, "", math.inf)
-    there.fleet.report("push", Outcome.OK, "", math.inf)
+    here.fail("push", 1)
+    there.fail("push", 1)
     here.hear(there)
+    there.fleet.report("push", Outcome.OK, "", math.inf)
+    there.fleet.report("push", Outcome.OK, "", math.inf)
     here.hear(there)
 
-    here.fail("push", 2)
+    here.fail("push", 1)
 
     assert here.state("push") is State.UP
+
+
+def test_what_fails_from_here_alone_is_avoided_here_alone(here: Gateway, there: Gateway) -> None:
+    here.hear(there)
+    here.fail("push", 2)
+    there.fleet.report("push", Outcome.OK, "", math.inf)
+    here.hear(there)
+
+    here.fail("push", 1)
+
+    assert here.state("push") is State.EJECTED
+    there.hear(here)
+    assert there.state("push") is State.UP
 
 
 def test_what_failed_there_before_it_was_heard_of_is_over(here: Gateway, there: Gateway) -> None:

@@ -106,11 +106,14 @@ def _enter(status: BackendStatus, state: State, now: float, reason: str) -> Back
     """Return the status in `state`; `since` is reset only if the state changes."""
     if state is status.state:
         return replace(status, reason=reason)
-    return replace(status, state=state, since=now, reason=reason, is_own_verdict=False)
+    is_shunned = status.is_shunned and state is not State.UP
+    return replace(status, state=state, since=now, reason=reason, is_own_verdict=False, is_shunned=is_shunned)
 
 
 def _on_probation(status: BackendStatus, now: float, reason: str) -> BackendStatus:
-    clean = replace(status, recent_failures=(), successes=0, progress_at=now, tried_since=now)
+    clean = replace(
+        status, recent_failures=(), own_failures=(), successes=0, progress_at=now, tried_since=now
+    )
     return _enter(clean, State.PROBATION, now, reason)
 
 
@@ -198,7 +201,7 @@ def _probe_failed(status: BackendStatus, event: ProbeFailed, now: float, rules: 
         why = detail
         if event.kind is not ProbeFault.TLS:
             why += f"; it has {rules.boot_budget_s:.0f} s to boot"
-        return _enter(replace(status, recent_failures=()), State.BOOTING, now, why)
+        return _enter(replace(status, recent_failures=(), own_failures=()), State.BOOTING, now, why)
     if usable(status):
         return _ejected(status, f"{failures} probes failed in a row: {detail}", now, rules)
     return status
@@ -333,7 +336,12 @@ def _attempt_not_ok(status: BackendStatus, event: Attempt, now: float, rules: He
 def _attempt_ok(status: BackendStatus, event: Attempt, now: float, rules: HealthRules) -> BackendStatus:
     # One success forgives one failure, so that a busy backend is not ejected for a few failures in a thousand
     # requests, but one that fails most requests is.
-    status = replace(status, served=status.served + 1, recent_failures=status.recent_failures[1:])
+    status = replace(
+        status,
+        served=status.served + 1,
+        recent_failures=status.recent_failures[1:],
+        own_failures=status.own_failures[1:],
+    )
     if status.state is State.UNKNOWN and event.started_at >= status.tried_since:
         return _enter(replace(status, was_up=True), State.UP, now, "served a request")
     return _succeeded(status, 1, now, rules)
@@ -358,27 +366,40 @@ def _attempt_failed(
     is_telling = outcome in _TELLING
     status = replace(status, failed=status.failed + is_telling)
     if status.state is State.PROBATION:
-        out = _ejected(status, f"failed in probation: {detail}", now, rules)
+        out = _ejected(status, f"failed in probation: {detail}", now, rules, is_shunned=status.is_shunned)
     else:
-        status = _with_failures(status, 1, now, rules)
-        failures = len(status.recent_failures)
-        if failures < rules.failures_max:
+        own_failures = (*_recent(status.own_failures, now, rules), now)
+        status = replace(_with_failures(status, 1, now, rules), own_failures=own_failures)
+        failures, own = len(status.recent_failures), len(status.own_failures)
+        if failures >= rules.failures_max:
+            out = _ejected(status, f"{failures} failures, the last: {detail}", now, rules)
+        elif own >= rules.failures_max:
+            # The engine is well: what is between it and this gateway is not, which concerns no other gateway.
+            why = f"{own} failures from here, though it serves other gateways; the last: {detail}"
+            out = _ejected(status, why, now, rules, is_shunned=True)
+        else:
             return status
-        out = _ejected(status, f"{failures} failures, the last: {detail}", now, rules)
-    return _own_verdict(out) if is_telling else out
+    return _own_verdict(out) if is_telling and not out.is_shunned else out
 
 
 def _with_failures(status: BackendStatus, failed: int, now: float, rules: HealthRules) -> BackendStatus:
-    kept = (at for at in status.recent_failures if now - at < rules.failure_window_s)
+    kept = _recent(status.recent_failures, now, rules)
     return replace(status, recent_failures=(*kept, *(now for _ in range(failed))))
+
+
+def _recent(failures: Sequence[float], now: float, rules: HealthRules) -> Sequence[float]:
+    return [at for at in failures if now - at < rules.failure_window_s]
 
 
 def _own_verdict(status: BackendStatus) -> BackendStatus:
     return replace(status, verdicts=status.verdicts + 1, is_own_verdict=True)
 
 
-def _ejected(status: BackendStatus, reason: str, now: float, rules: HealthRules) -> BackendStatus:
-    status = replace(_with_penalty(status, now, now, rules), recent_failures=())
+def _ejected(
+    status: BackendStatus, reason: str, now: float, rules: HealthRules, *, is_shunned: bool = False
+) -> BackendStatus:
+    status = _with_penalty(status, now, now, rules)
+    status = replace(status, recent_failures=(), own_failures=(), is_shunned=is_shunned)
     penalty_s = status.ejected_until - now
     return _enter(status, State.EJECTED, now, f"{reason}; out for at least {penalty_s:.0f} s")
 
@@ -421,10 +442,19 @@ def _heard(
     until = now + min(verdict.left_s, rules.penalty_max_s)
     ejections = max(status.ejections, verdict.ejections)
     if status.state is State.EJECTED:
-        return replace(status, ejections=ejections, ejected_until=max(status.ejected_until, until))
+        until = max(status.ejected_until, until)
+        return replace(status, ejections=ejections, ejected_until=until, is_shunned=False)
     if not usable(status):
         return status
-    status = replace(status, ejections=ejections, ejected_until=until, recent_failures=(), last_error=reason)
+    status = replace(
+        status,
+        ejections=ejections,
+        ejected_until=until,
+        recent_failures=(),
+        own_failures=(),
+        is_shunned=False,
+        last_error=reason,
+    )
     return _enter(status, State.EJECTED, now, reason)
 
 

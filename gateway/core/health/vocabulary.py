@@ -103,7 +103,10 @@ class BackendStatus:
         shared_at: When one of them was last back, in monotonic seconds, so that several engines answer at its
             URL by turns; None if that was long ago.
         last_error: The last failure, for an operator; "" if none.
-        recent_failures: Monotonic seconds of failed attempts not yet forgiven, oldest first.
+        recent_failures: Monotonic seconds of failed attempts not yet forgiven, oldest first, through any
+            gateway.
+        own_failures: The same through this one, which successes through others do not forgive.
+        is_shunned: Whether it was ejected for those alone, which no other gateway is told, and not up since.
         metrics_error: Why its last scrape failed, or says nothing, or "". Hangs cannot be detected without
             samples.
         model_error: A known problem with the models it serves, or "".
@@ -138,6 +141,8 @@ class BackendStatus:
     shared_at: float | None = None
     last_error: str = ""
     recent_failures: tuple[float, ...] = ()
+    own_failures: tuple[float, ...] = ()
+    is_shunned: bool = False
     metrics_error: str = ""
     model_error: str = ""
     was_up: bool = False
