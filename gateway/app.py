@@ -27,7 +27,7 @@ from gateway.core.errors import ConfigError
 from gateway.core.health import (
     BackendStatus,
     EngineSample,
-    State,
+    lost,
 )
 from gateway.core.jobs import lane_of
 from gateway.core.reloads import Reload
@@ -82,8 +82,6 @@ log = logging.getLogger("gateway.process")
 CLOSE_S = 30.0
 """How long telemetry may take to send what is left. A choice: its thread may have died for lack of memory,
 and then never responds."""
-
-_LOST = frozenset({State.HUNG, State.DOWN})
 
 
 @valueclass(frozen=True, slots=True)
@@ -384,7 +382,7 @@ class Gateway:
         logs.backend_changed(backend_id, old, new)
         self.metrics.backend_changed(backend_id, old, new)
         self.pipeline.room.look()
-        if new.state is not old.state and new.state in _LOST:
+        if lost(new) and not lost(old):
             self.pipeline.abort_attempts(backend_id)
         if new.verdicts > old.verdicts and self._store is not None:
             self._store.exchange.publish_now()

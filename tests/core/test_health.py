@@ -27,6 +27,7 @@ from gateway.core.health import (
     advance,
     awaited,
     hang_after_s,
+    lost,
     preference,
     put_out,
     retry_after_s,
@@ -396,6 +397,24 @@ def test_the_penalty_doubles_up_to_a_minute_and_a_good_spell_forgives_it() -> No
     for _ in range(3):
         status = advance(status, FAILED, now, RULES)
     assert status.ejected_until - now == 5
+
+
+@pytest.mark.parametrize(
+    ("version", "fault", "seen"),
+    [
+        ("0.32.0", REFUSED, [False, False, False, True, False]),
+        ("0.32.0", TIMEOUT, [False, False, False, False, False]),  # its network, perhaps
+        ("", REFUSED, [False, False, False, False, False]),  # not vLLM: it may finish behind a closed port
+    ],
+)
+def test_a_vllm_that_refuses_for_a_while_will_not_answer_what_it_has(
+    version: str, fault: ProbeFailed, seen: list[bool]
+) -> None:
+    up = ProbeOk(version=version)
+    script = play((0, up), (1, fault), (10.9, fault), (11, fault), (50, up))
+
+    assert [lost(status) for status in script] == seen
+    assert ("what it had not answered is lost" in script[3].reason) is seen[3]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from gateway.core.health.vocabulary import (
     GONE,
+    GONE_S,
     Attempt,
     BackendStatus,
     EngineSample,
@@ -106,8 +107,15 @@ def _enter(status: BackendStatus, state: State, now: float, reason: str) -> Back
     """Return the status in `state`; `since` is reset only if the state changes."""
     if state is status.state:
         return replace(status, reason=reason)
-    is_shunned = status.is_shunned and state is not State.UP
-    return replace(status, state=state, since=now, reason=reason, is_own_verdict=False, is_shunned=is_shunned)
+    return replace(
+        status,
+        state=state,
+        since=now,
+        reason=reason,
+        is_own_verdict=False,
+        is_shunned=status.is_shunned and state is not State.UP,
+        is_gone=False,
+    )
 
 
 def _on_probation(status: BackendStatus, now: float, reason: str) -> BackendStatus:
@@ -199,9 +207,14 @@ def _probe_failed(status: BackendStatus, event: ProbeFailed, now: float, rules: 
         return _enter(status, State.DOWN, now, why)
     if certain or event.kind in GONE:
         why = detail
+        # Only vLLM reports a version. Other engines close their port first, and finish what they have begun.
+        is_gone = event.kind is ProbeFault.REFUSED and status.version != "" and now - since >= GONE_S
+        if is_gone:
+            why += "; what it had not answered is lost"
         if event.kind is not ProbeFault.TLS:
             why += f"; it has {rules.boot_budget_s:.0f} s to boot"
-        return _enter(replace(status, recent_failures=(), own_failures=()), State.BOOTING, now, why)
+        clean = replace(status, recent_failures=(), own_failures=())
+        return replace(_enter(clean, State.BOOTING, now, why), is_gone=is_gone)
     if usable(status):
         return _ejected(status, f"{failures} probes failed in a row: {detail}", now, rules)
     return status

@@ -127,6 +127,7 @@ class BackendStatus:
         heard: Per gateway, the number of the last verdict received from it.
         tried_since: When its last probation began, or it got its URL, in monotonic seconds. What was lost
             before does not count.
+        is_gone: Whether its process stopped and is only waiting for its callers to leave; see `GONE_S`.
     """
 
     state: State = State.UNKNOWN
@@ -159,11 +160,19 @@ class BackendStatus:
     is_own_verdict: bool = False
     heard: tuple[tuple[str, int], ...] = ()
     tried_since: float = -inf
+    is_gone: bool = False
 
     @property
     def reported(self) -> EngineSample | None:
         """Its last metrics sample, while it is reachable and can be scraped: what it says now."""
         return None if self.metrics_error or self.down_since is not None else self.engine
+
+
+GONE_S = 10.0
+"""Seconds after which a vLLM whose port refuses connections has no more to say. It stops its engine before
+its port, and what it says of aborted answers came within a second, or never: vLLM 0.32 kills its engine at
+SIGTERM without waiting for that, and keeps the connections until their callers leave (three of three stops
+of the CPU build on a busy machine). A choice: ten times that second."""
 
 
 PROBATION_SEQS = 2
@@ -336,6 +345,14 @@ Event = ProbeOk | ProbeFailed | ModelsFailed | Sample | SampleFailed | Attempt |
 
 
 _USABLE = frozenset({State.UP, State.PROBATION, State.UNKNOWN})
+
+
+_LOST = frozenset({State.HUNG, State.DOWN})
+
+
+def lost(status: BackendStatus) -> bool:
+    """Return whether requests that it has not answered yet will never be answered."""
+    return status.is_gone or status.state in _LOST
 
 
 def usable(status: BackendStatus) -> bool:
