@@ -25,6 +25,7 @@ from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import ConfigError
 from gateway.core.health import (
+    GONE_S,
     BackendStatus,
     EngineSample,
     lost,
@@ -383,7 +384,7 @@ class Gateway:
         self.metrics.backend_changed(backend_id, old, new)
         self.pipeline.room.look()
         if lost(new) and not lost(old):
-            self.pipeline.abort_attempts(backend_id)
+            self.pipeline.abort_attempts(backend_id, GONE_S if new.is_gone else inf)
         if new.verdicts > old.verdicts and self._store is not None:
             self._store.exchange.publish_now()
 

@@ -123,11 +123,17 @@ class Attempt:
         """Whether its request is a job, whose caller is the store."""
         return self._context.incoming.request.is_job
 
-    def give_up(self) -> None:
-        """End the attempt, unless it was already answered, because its backend is lost."""
+    def give_up(self, silence_s: float) -> None:
+        """End the attempt because its backend is lost.
+
+        An answer that has begun ends if its backend is silent for another `silence_s`.
+        """
         if not self._context.is_answered:
             self._is_given_up = True
             self._deadline.move(-inf)
+        elif not self._is_stalled:
+            self._is_given_up = True
+            self._deadline.move(min(self._deadline.at, self._now() + silence_s))
 
     def cut(self) -> None:
         """End the attempt, answered or not, because this process is shutting down: its caller is told."""

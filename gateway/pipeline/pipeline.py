@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from itertools import chain
+from math import inf
 from types import MappingProxyType
 
 import anyio
@@ -326,13 +327,14 @@ class Pipeline:
             if not attempt.is_job:
                 attempt.cut()
 
-    def abort_attempts(self, backend_id: str) -> None:
+    def abort_attempts(self, backend_id: str, silence_s: float = inf) -> None:
         """Abort all unanswered attempts on a backend, so that their requests are retried elsewhere.
 
-        Called when health checks find that the backend is lost, for example because it hangs.
+        Called when health checks find that the backend is lost, for example because it hangs. Answers that
+        have begun end if the backend is silent for another `silence_s`.
         """
         for attempt in tuple(self._running.get(backend_id, ())):
-            attempt.give_up()
+            attempt.give_up(silence_s)
 
     async def _place_with_comments(self, context: RequestContext, ticket: Ticket, since: float) -> None:
         """Like `_place`, but sends SSE comments from `since` (monotonic seconds) to the first token.

@@ -932,6 +932,21 @@ async def test_a_stream_already_answered_is_not_abandoned(world: World) -> None:
     assert caller.body == public(ROLE + HELLO + STOP) + DONE
 
 
+async def test_a_stream_already_answered_ends_if_a_backend_that_is_gone_stays_silent(world: World) -> None:
+    world.answers(light_0=Script([ROLE + HELLO, anyio.Event()]))
+    caller = Caller()
+
+    with anyio.fail_after(3):  # not after its own time limit
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(world.run, world.request(), caller)
+            await anyio.wait_all_tasks_blocked()
+            world.pipeline.abort_attempts("light-0", silence_s=0.01)
+
+    assert caller.body.startswith(public(ROLE + HELLO))
+    assert b"stream_broken" in caller.body
+    assert world.notes.attempts[0].detail == "The backend stopped responding."
+
+
 # ---------------------------------------------------------------- the end of the process
 
 

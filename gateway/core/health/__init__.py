@@ -23,6 +23,7 @@ Gateways that share a store exchange the evidence that only their own requests p
 
 from gateway.core.health.transitions import advance, awaited, put_out
 from gateway.core.health.vocabulary import (
+    GONE_S,
     PROBATION_SEQS,
     Attempt,
     BackendStatus,
@@ -58,6 +59,7 @@ __all__ = [
     "HealthRules",
     "hang_after_s",
     "lost",
+    "GONE_S",
     "PROBATION_SEQS",
     "Event",
     "ProbeOk",
