@@ -3,9 +3,10 @@
 import { FINE, at, colourOf, number, s, say, words } from "./dom.js";
 
 const WIDTH = 620;
-const LEFT = 172;
-const RIGHT = WIDTH - 130;
 const NODE = 8;
+const MARGIN = NODE + 9; // of a name, from its end of the ribbons
+const LETTER = 7.3; // how wide one is, where they are wide
+const NAME = 24; // letters in a line; what is longer goes on in the line of the figure
 const GAP = 10;
 const LABEL = 26; // what a name with its figure needs
 const NOWHERE = "not served";
@@ -27,14 +28,16 @@ export function showFlow(history) {
   const unit = Math.min(unitOf(sources, height), unitOf(targets, height));
   placed(sources, unit, height);
   placed(targets, unit, height);
+  const left = namesRoom(sources);
+  const right = WIDTH - namesRoom(targets);
   place.classList.remove("empty");
   place.replaceChildren(
     s(
       "svg",
       { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": spoken(links, history.flow_s) },
-      ...links.map((link) => ribbon(link, sources, targets, unit)),
-      ...sources.map((node) => nodeMarks(node, LEFT - NODE, "end", LEFT - NODE - 9, node.of)),
-      ...targets.map((node) => nodeMarks(node, RIGHT, "start", RIGHT + NODE + 9, null)),
+      ...links.map((link) => ribbon(link, sources, targets, unit, left, right)),
+      ...sources.map((node) => nodeMarks(node, left - NODE, "end", left - MARGIN, node.of)),
+      ...targets.map((node) => nodeMarks(node, right, "start", right + MARGIN, null)),
     ),
   );
 }
@@ -67,6 +70,20 @@ function side(links, nameOf) {
   return [...nodes.values()].sort((one, other) => last(one) - last(other) || one.name.localeCompare(other.name));
 }
 
+/** A name in two lines, the second often empty: names of one fleet begin alike, and end alike. */
+function inLines(name) {
+  if (name.length <= NAME) return [name, ""];
+  const end = Math.max(...[..."-_. "].map((mark) => name.lastIndexOf(mark, NAME - 1) + 1)) || NAME;
+  const rest = name.slice(end);
+  return [name.slice(0, end), rest.length > NAME ? `…${rest.slice(1 - NAME)}` : rest];
+}
+
+/** How wide the names of a side are. */
+function namesRoom(nodes) {
+  const wide = (node) => Math.max(...inLines(node.name).map((line) => line.length));
+  return MARGIN + LETTER * Math.max(...nodes.map(wide));
+}
+
 /** How high a request is, so that all nodes of a side have room, also for their names. */
 function unitOf(nodes, height) {
   let left = height - GAP * (nodes.length - 1);
@@ -91,15 +108,15 @@ function placed(nodes, unit, height) {
   }
 }
 
-function ribbon(link, sources, targets, unit) {
+function ribbon(link, sources, targets, unit, left, right) {
   const from = sources.find((node) => node.name === link.from);
   const to = targets.find((node) => node.name === link.to);
   const thick = Math.max(1, link.count * unit);
   const [y0, y1] = [from.next + thick / 2, to.next + thick / 2];
   from.next += link.count * unit;
   to.next += link.count * unit;
-  const middle = (LEFT + RIGHT) / 2;
-  const path = s("path", { class: "ribbon", d: `M ${LEFT} ${y0} C ${middle} ${y0} ${middle} ${y1} ${RIGHT} ${y1}`, "stroke-width": thick });
+  const middle = (left + right) / 2;
+  const path = s("path", { class: "ribbon", d: `M ${left} ${y0} C ${middle} ${y0} ${middle} ${y1} ${right} ${y1}`, "stroke-width": thick });
   path.style.stroke = link.isBad ? "var(--bad)" : colourOf(link.of);
   const endings = [...link.endings].map(([ending, count]) => `${number(count)} ${words(ending)}`).join(", ");
   path.append(s("title", { text: `${link.from} → ${link.to}: ${endings}` }));
@@ -110,12 +127,14 @@ function nodeMarks(node, x, anchor, textX, of) {
   const mark = s("rect", { x, y: node.y, width: NODE, height: node.height, rx: 1.5 });
   mark.style.fill = node.name === NOWHERE ? "var(--bad)" : of === null ? "var(--muted)" : colourOf(of);
   const middle = node.y + node.height / 2;
+  const [first, second] = inLines(node.name);
   return s(
     "g",
     { class: "node" },
+    s("title", { text: node.name }),
     mark,
-    s("text", { x: textX, y: middle - 1, "text-anchor": anchor, text: node.name.length > 22 ? `${node.name.slice(0, 21)}…` : node.name }),
-    s("text", { x: textX, y: middle + 12, "text-anchor": anchor, class: "quiet", text: number(node.count) }),
+    s("text", { x: textX, y: middle - 1, "text-anchor": anchor, text: first }),
+    s("text", { x: textX, y: middle + 12, "text-anchor": anchor, class: "quiet", text: `${second} ${number(node.count)}`.trim() }),
   );
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 import pytest
+import yaml
 from support import clients
 from support.browser import Page, browser
 from support.redis_server import own_server
@@ -334,6 +335,56 @@ async def test_flow_and_latency_are_drawn_from_what_has_ended(bench: Bench) -> N
         "document.querySelector('[data-lines=\"light\"] .half')?.getAttribute('points')"
     )
     assert await bench.shown('[data-lines="light"] .ttft .p50')
+
+
+async def test_names_that_begin_alike_are_told_apart(bench: Bench) -> None:
+    """Of each backend, the whole name is seen: in its card, at its lines, and at its end of the ribbons."""
+    names = {f"frankfurt-h100-row-{name}-server-0-chats": name for name in ("light", "push")}
+    renamed = {
+        "backends": {
+            name: {"url": bench.site.backends[server].url, "profile": "generic"}
+            for name, server in names.items()
+        },
+        "pools": {name: [name] for name in names},
+        "models": {
+            f"model-{index}": {"classes": [{"class": f"quite-a-long-class-number-{index}", "pools": [name]}]}
+            for index, name in enumerate(names)
+        },
+    }
+    before = await config(bench)
+    async with clients.http(base_url=bench.site.admin_url) as http:
+        changed = yaml.safe_dump(yaml.safe_load(before) | renamed)
+        answer = await http.put("/admin/config", content=changed, headers={"if-match": "*"})
+        assert answer.status_code == 200, answer.text
+        try:
+            for index, name in enumerate(names):
+                await bench.page.until(f"document.querySelector('{place(name)}')?.dataset.state === 'up'")
+                await bench.chat(f"model-{index}")
+            await bench.page.go(f"{bench.site.admin_url}/")
+            for name in names:
+                await bench.page.until(f"document.querySelector('[data-lines=\"{name}\"] .p50')?.textContent")
+                for selector in (f"{place(name)} .top strong", f'[data-lines="{name}"] strong'):
+                    one = f"document.querySelector('{selector}')"
+                    assert await bench.page.js(f"{one}.scrollWidth <= {one}.clientWidth"), selector
+                assert name in await bench.page.js(NODES)
+            assert await bench.page.js(OUTSIDE) == []
+        finally:
+            answer = await http.put("/admin/config", content=before, headers={"if-match": "*"})
+            assert answer.status_code == 200, answer.text
+
+
+NODES = """
+[...document.querySelectorAll("#flow-chart .node")]
+  .map((one) => [...one.querySelectorAll("text")].map((text) => text.textContent).join(""))
+  .map((text) => text.replace(/ ?[0-9]+$/, ""))
+"""
+OUTSIDE = """{
+const chart = document.querySelector("#flow-chart svg").getBoundingClientRect();
+[...document.querySelectorAll("#flow-chart text")].filter((one) => {
+  const { left, right } = one.getBoundingClientRect();
+  return left < chart.left || right > chart.right;
+}).map((one) => one.textContent)
+}"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
