@@ -4,12 +4,53 @@ import { at, clock, h, keyed, number, percent, s, say, width, words } from "./do
 
 const ARC = "M 10 56 A 46 46 0 0 1 102 56";
 const CALM = new Set(["up", "out"]);
+const TURNING = new Set(["out", "booting"]); // as a model of a box is while another has its turn
 
 export function showFleet(snapshot) {
   const boxes = boxOfBackend(snapshot.boxes);
+  summarize(Object.entries(snapshot.backends), boxes);
   keyed(at("backends"), Object.entries(snapshot.backends), ([name]) => name, card, (element, [name, backend]) =>
     update(element, name, backend, boxes.get(name)),
   );
+}
+
+/** How many backends take requests, which pools are without any, and a link to each one that is not well. */
+function summarize(backends, boxes) {
+  const missing = new Set(backends.filter(([name, backend]) => isMissing(name, backend, boxes.get(name))).map(([name]) => name));
+  const pools = new Map();
+  for (const [name, backend] of backends) {
+    for (const pool of backend.pools) pools.set(pool, (pools.get(pool) ?? true) && missing.has(name));
+  }
+  const empty = [...pools].filter(([, isEmpty]) => isEmpty).map(([pool]) => pool);
+  const unwell = backends.filter(([name, backend]) => missing.has(name) || backend.state === "probation");
+  at("fleet-summary").hidden = !unwell.length;
+  say(at("fleet-taking"), `${number(backends.length - missing.size)} of ${number(backends.length)} backends take requests.`);
+  say(at("fleet-empty"), empty.length ? `Pools without any: ${empty.join(", ")}.` : "");
+  keyed(at("fleet-unwell"), unwell, ([name]) => name, link, (element, [name, backend]) => {
+    const [state, says] = stateOf(name, backend, boxes.get(name));
+    element.dataset.state = state;
+    say(element.querySelector(".state"), says);
+  });
+}
+
+/** Whether it takes no requests, and none would wait for it. */
+function isMissing(name, backend, box) {
+  if (!backend.kept_out) return false;
+  const hasTurns = box && box.state !== "failed" && !box.quarantine[name] && !backend.drain;
+  return !(hasTurns && TURNING.has(backend.state));
+}
+
+function link([name]) {
+  return h("li", {}, h("a", { href: `#backend-${name}`, text: name }), " ", h("span", { class: "state" }));
+}
+
+/** Its state, and how it is called. A server that is up and yet gets nothing is not shown as up. */
+function stateOf(name, backend, box) {
+  if (backend.drain) return ["draining", "drained"];
+  if (backend.state === "up" && backend.kept_out) return ["kept-out", words(backend.kept_out.split(":")[0])];
+  if (box?.quarantine[name]) return ["kept-out", "in quarantine"];
+  if (box?.state === "failed") return ["kept-out", "box failed"];
+  return [backend.state, words(backend.state)];
 }
 
 function boxOfBackend(boxes) {
@@ -32,7 +73,7 @@ function card([name]) {
   );
   return h(
     "li",
-    { "data-backend": name },
+    { "data-backend": name, id: `backend-${name}` },
     h("div", { class: "top" }, h("strong", { text: name }), h("span", { class: "state" })),
     h("p", { class: "pools" }),
     gauge,
@@ -59,10 +100,11 @@ function level(share) {
 function update(element, name, backend, box) {
   const of = (selector) => element.querySelector(selector);
   const used = backend.knee_used;
-  const isOff = !["up", "probation", "unknown"].includes(backend.state);
+  const [state, says] = stateOf(name, backend, box);
+  const isOff = !["up", "probation", "unknown"].includes(backend.state) || state === "kept-out";
   element.dataset.level = isOff ? "off" : level(used);
-  element.dataset.state = backend.drain ? "draining" : backend.state;
-  say(of(".state"), backend.drain ? "drained" : words(backend.state));
+  element.dataset.state = state;
+  say(of(".state"), says);
   say(of(".pools"), [backend.pools.join(", "), backend.profile].filter(Boolean).join(" · "));
 
   const gauge = of(".gauge");

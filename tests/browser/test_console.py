@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import anyio
+import httpx
 import pytest
 import yaml
 from support import clients
@@ -226,8 +227,7 @@ async def test_a_policy_that_nobody_has_edited_is_read_again(bench: Bench) -> No
     await bench.page.click("#edit")
     changed = f"{await config(bench)}\n# second edition\n"
     async with clients.http(base_url=bench.site.admin_url) as http:
-        answer = await http.put("/admin/config", content=changed, headers={"if-match": "*"})
-    assert answer.status_code == 200, answer.text
+        await put(http, changed)
 
     await bench.page.click("#edit")
     await bench.page.until("document.querySelector('#policy').value.includes('second edition')")
@@ -337,6 +337,28 @@ async def test_flow_and_latency_are_drawn_from_what_has_ended(bench: Bench) -> N
     assert await bench.shown('[data-lines="light"] .ttft .p50')
 
 
+async def test_a_backend_that_gets_nothing_is_not_shown_as_up(bench: Bench) -> None:
+    """One of a version that is not allowed answers, and yet no request goes to it."""
+    before = await config(bench)
+    document = yaml.safe_load(before)
+    document["backends"]["push"]["versions"] = "< 0.1"
+    async with clients.http(base_url=bench.site.admin_url) as http:
+        await put(http, yaml.safe_dump(document))
+        try:
+            await bench.page.until(f"document.querySelector('{place('push')} .state').innerText !== 'up'")
+            card = await bench.page.js(f"({{...document.querySelector('{place('push')}').dataset}})")
+            assert (card["state"], card["level"]) == ("kept-out", "off")
+            assert await bench.shown(f"{place('push')} .state") == "wrong version"
+            assert "2 of 3 backends take requests." in await bench.shown("#fleet-summary")
+            assert await bench.shown("#fleet-empty") == "Pools without any: push."
+            assert await bench.shown("#fleet-unwell") == "push wrong version"
+            await bench.page.click("#fleet-unwell a")
+            assert await bench.page.js("document.querySelector(':target').dataset.backend") == "push"
+        finally:
+            await put(http, before)
+    await bench.page.until("document.querySelector('#fleet-summary').hidden")
+
+
 async def test_names_that_begin_alike_are_told_apart(bench: Bench) -> None:
     """Of each backend, the whole name is seen: in its card, at its lines, and at its end of the ribbons."""
     names = {f"frankfurt-h100-row-{name}-server-0-chats": name for name in ("light", "push")}
@@ -354,8 +376,7 @@ async def test_names_that_begin_alike_are_told_apart(bench: Bench) -> None:
     before = await config(bench)
     async with clients.http(base_url=bench.site.admin_url) as http:
         changed = yaml.safe_dump(yaml.safe_load(before) | renamed)
-        answer = await http.put("/admin/config", content=changed, headers={"if-match": "*"})
-        assert answer.status_code == 200, answer.text
+        await put(http, changed)
         try:
             for index, name in enumerate(names):
                 await bench.page.until(f"document.querySelector('{place(name)}')?.dataset.state === 'up'")
@@ -369,8 +390,7 @@ async def test_names_that_begin_alike_are_told_apart(bench: Bench) -> None:
                 assert name in await bench.page.js(NODES)
             assert await bench.page.js(OUTSIDE) == []
         finally:
-            answer = await http.put("/admin/config", content=before, headers={"if-match": "*"})
-            assert answer.status_code == 200, answer.text
+            await put(http, before)
 
 
 NODES = """
@@ -424,6 +444,12 @@ Object.fromEntries([...document.querySelectorAll("main *")].filter(isSeen).map((
 async def config(bench: Bench) -> str:
     async with clients.http(base_url=bench.site.admin_url) as http:
         return (await http.get("/admin/config")).text
+
+
+async def put(http: httpx.AsyncClient, changed: str) -> None:
+    """Have the gateway run under this configuration."""
+    answer = await http.put("/admin/config", content=changed, headers={"if-match": "*"})
+    assert answer.status_code == 200, answer.text
 
 
 async def kept(bench: Bench) -> list[Any]:
