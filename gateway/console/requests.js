@@ -5,7 +5,8 @@ import { candidateTable, demandLine, nobodyWords } from "./decision.js";
 import { swatch } from "./waiting.js";
 
 const SHOWN = 30;
-const KEPT = 400;
+const KEPT = { ordinary: 400, notable: 300 }; // as many notable ones as the gateway keeps
+const ID = /^req-[0-9a-f]{32}$/;
 const COLUMNS = 11;
 
 let rows = [];
@@ -13,12 +14,16 @@ let shown = [];
 let open = null;
 let isHeld = false;
 let current = 0;
+let asked = ""; // the id that was looked for at the gateway, last
 let onWhatIf = () => {};
 
 export function startRequests(options) {
   onWhatIf = options.onWhatIf;
   at("only-notable").addEventListener("change", () => show(true));
-  at("find").addEventListener("input", () => show(true));
+  at("find").addEventListener("input", () => {
+    show(true);
+    lookFor(at("find").value.trim());
+  });
   at("request-filter").addEventListener("submit", (event) => event.preventDefault());
   at("hold").addEventListener("click", () => hold(!isHeld));
   at("request-table").addEventListener("keydown", moved);
@@ -30,8 +35,25 @@ export function forgetRequests() {
 }
 
 export function takeRequests(more) {
-  rows = [...more, ...rows].sort((one, other) => other.number - one.number).slice(0, KEPT);
+  const all = [...more, ...rows].sort((one, other) => other.number - one.number);
+  const room = { ...KEPT };
+  rows = all.filter((row) => (room[row.is_notable ? "notable" : "ordinary"] -= 1) >= 0);
   show(false);
+}
+
+/** Shows a request that is named and not in the list: the gateway keeps more than a console is told of. */
+async function lookFor(id) {
+  asked = id;
+  const place = at("found-request");
+  place.replaceChildren();
+  if (!ID.test(id) || shown.some((row) => row.id === id)) return;
+  let found;
+  try {
+    found = detail(await ask(`admin/request/${id}`));
+  } catch (error) {
+    found = h("p", { class: "note", text: error.message });
+  }
+  if (asked === id) place.replaceChildren(found);
 }
 
 function hold(wanted) {
@@ -60,7 +82,7 @@ function show(isAsked) {
   const newest = shown[0]?.number ?? 0;
   const newer = found.filter((row) => row.number > newest).length;
   say(at("hold"), isHeld || open ? `${isHeld ? "Held" : "Held while one is open"}${newer ? `, ${number(newer)} newer` : ""}` : "Hold");
-  at("no-requests").hidden = shown.length > 0;
+  at("no-requests").hidden = shown.length > 0 || ID.test(text);
   say(at("no-requests"), rows.length ? "No recent request matches." : "No request has ended yet.");
   current = Math.min(current, Math.max(0, shown.length - 1));
   const longest = Math.max(...shown.map((row) => row.total_s), 0.001);
@@ -160,6 +182,7 @@ function detail(record) {
     { class: "opened" },
     h("p", { class: "verdict", text: verdict(record, phases) }),
     waterfall(record, phases),
+    ...failureWords(phases),
     decision ? h("p", { class: "demand" }, h("b", { text: decision.traffic_class }), `: ${decision.class_reason}. ${demandLine(decision)}.`) : null,
     decision ? h("h3", { text: "Candidates when it arrived" }) : null,
     decision ? candidateTable(decision.candidates, record.backend) : null,
@@ -250,6 +273,11 @@ function waterfall(record, phases) {
     }),
     target === null ? null : h("li", { class: "axis" }, h("span", { class: "name" }), h("span", { class: "note", text: `dashed: target for the first token, ${round(target)}` })),
   );
+}
+
+/** Why attempts failed: in words, because only a mouse finds what a bar is called. */
+function failureWords(phases) {
+  return phases.filter((phase) => phase.kind === "bad" && phase.detail).map((phase) => h("p", { class: "demand" }, h("b", { text: phase.name }), `: ${phase.detail}`));
 }
 
 function placedWords(record) {

@@ -325,6 +325,44 @@ async def test_what_went_wrong_is_found_among_the_rest(bench: Bench) -> None:
     assert await bench.shown("#no-requests") == "No recent request matches."
 
 
+async def test_ordinary_requests_do_not_push_out_failed_ones(bench: Bench) -> None:
+    """However long the page is open: the gateway keeps 300 failed ones, too."""
+    bad = await bench.chat("no-such-model")
+    await bench.page.until(f"document.querySelector('tbody[data-request=\"{bad}\"]')")
+    await bench.page.js(MANY_ORDINARY)
+    await bench.page.until(f"!document.querySelector('tbody[data-request=\"{bad}\"]')")
+    await bench.page.click("#only-notable")
+    await bench.page.until(f"document.querySelector('tbody[data-request=\"{bad}\"]')")
+
+
+async def test_a_request_is_found_by_its_id_wherever_it_is_kept(bench: Bench) -> None:
+    """The gateway keeps more requests than it tells a console of."""
+    request_id = await bench.chat()
+    await bench.page.until(f"document.querySelector('tbody[data-request=\"{request_id}\"]')")
+    await bench.page.js(FORGET)
+    await bench.page.until(f"!document.querySelector('tbody[data-request=\"{request_id}\"]')")
+    await bench.page.js("document.querySelector('#find').focus()")
+    await bench.page.write(request_id)
+    assert (await bench.shown("#found-request .verdict")).startswith("Completed, on light")
+    assert not await bench.page.js("document.querySelector('#no-requests').checkVisibility()")
+
+    await bench.page.js("document.querySelector('#find').value = ''")
+    await bench.page.write(f"req-{0:032x}")
+    await bench.page.until("document.querySelector('#found-request').innerText.includes('not kept')")
+    bench.page.complaints = [one for one in bench.page.complaints if "404" not in one]
+
+
+MANY_ORDINARY = """import("/console/requests.js").then(({ takeRequests }) => {
+  const row = { class: "x", backend: "light", ending: "completed", status: 200, stream: true, tries: 1, waited_s: 0,
+    ttft_s: 0, ttft_target_s: null, total_s: 1, is_notable: false, at: 0 };
+  takeRequests(Array.from({ length: 500 }, (_, index) => ({ ...row, id: `made-up-${index}`, number: 1e6 + index })));
+})"""
+FORGET = """import("/console/requests.js").then(({ forgetRequests, takeRequests }) => {
+  forgetRequests();
+  takeRequests([]);
+})"""
+
+
 async def test_flow_and_latency_are_drawn_from_what_has_ended(bench: Bench) -> None:
     await bench.chat()
     await bench.page.go(f"{bench.site.admin_url}/")
