@@ -1,6 +1,6 @@
 // Follows the gateway, and hands what it says to the parts of the page.
 
-import { at, h, number, say } from "./dom.js";
+import { at, h, number, say, timeOfDay } from "./dom.js";
 import { showFleet } from "./fleet.js";
 import { showFlow } from "./flow.js";
 import { startJobs } from "./jobs.js";
@@ -13,10 +13,16 @@ const AGAIN_MS = 3000;
 const STALE_MS = 4000;
 
 let heardAt = 0;
+let shownAt = 0;
 
 function link(state, text) {
   at("link").dataset.state = state;
   say(at("link"), text);
+}
+
+/** What is shown is old: says from when. */
+function away() {
+  link("away", shownAt ? `no answer since ${timeOfDay(shownAt)}` : "no answer");
 }
 
 function showFacts(snapshot) {
@@ -35,6 +41,7 @@ function follow() {
   events.addEventListener("snapshot", (event) => {
     const snapshot = JSON.parse(event.data);
     heardAt = performance.now();
+    shownAt = Date.now() / 1000;
     link("live", "live");
     showFacts(snapshot);
     showFleet(snapshot);
@@ -47,13 +54,13 @@ function follow() {
   });
   events.addEventListener("ended", (event) => takeRequests(JSON.parse(event.data).requests));
   events.addEventListener("error", () => {
-    link("away", "no answer");
+    away();
     if (events.readyState === EventSource.CLOSED) setTimeout(follow, AGAIN_MS);
   });
 }
 
 setInterval(() => {
-  if (heardAt && performance.now() - heardAt > STALE_MS) link("away", "no answer");
+  if (heardAt && performance.now() - heardAt > STALE_MS) away();
 }, 1000);
 
 startRequests({ onWhatIf: askAbout });

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -353,14 +354,29 @@ async def test_a_request_is_found_by_its_id_wherever_it_is_kept(bench: Bench) ->
 
 
 MANY_ORDINARY = """import("/console/requests.js").then(({ takeRequests }) => {
-  const row = { class: "x", backend: "light", ending: "completed", status: 200, stream: true, tries: 1, waited_s: 0,
-    ttft_s: 0, ttft_target_s: null, total_s: 1, is_notable: false, at: 0 };
-  takeRequests(Array.from({ length: 500 }, (_, index) => ({ ...row, id: `made-up-${index}`, number: 1e6 + index })));
+  const row = { class: "x", backend: "light", ending: "completed", status: 200, stream: true, tries: 1, at: 0,
+    waited_s: 0, ttft_s: 0, ttft_target_s: null, total_s: 1, is_notable: false };
+  const numbered = (_, index) => ({ ...row, id: `made-up-${index}`, number: 1e6 + index });
+  takeRequests(Array.from({ length: 500 }, numbered));
 })"""
 FORGET = """import("/console/requests.js").then(({ forgetRequests, takeRequests }) => {
   forgetRequests();
   takeRequests([]);
 })"""
+
+
+async def test_what_is_old_says_since_when(tmp_path: Path) -> None:
+    """Once its gateway is gone, what a page shows is no longer so."""
+    (tmp_path / "browser").mkdir()
+    async with browser(tmp_path / "browser") as page:
+        fleet = {"light": FLEET["light"]}
+        models = {"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}}
+        async with site(tmp_path, fleet=fleet, pools={"light": ["light"]}, models=models) as running:
+            await page.go(f"{running.admin_url}/")
+            await page.until("document.querySelector('#link')?.dataset.state === 'live'")
+        since = "document.querySelector('#link').innerText.match(/^no answer since [0-9:]{8}$/)"
+        assert await page.until(since)
+        assert float(await page.js("getComputedStyle(document.querySelector('#fleet')).opacity")) < 0.5
 
 
 async def test_flow_and_latency_are_drawn_from_what_has_ended(bench: Bench) -> None:
@@ -446,7 +462,7 @@ const chart = document.querySelector("#flow-chart svg").getBoundingClientRect();
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [(1280, 800), (1920, 1080)])
+@pytest.mark.parametrize("size", [(390, 844), (1280, 800), (1920, 1080)])
 async def test_it_can_be_read_in_light_and_dark(bench: Bench, scheme: str, size: tuple[int, int]) -> None:
     await bench.page.look_like(scheme, *size)
     ground = await bench.page.js(f"{LUMINANCE}; luminance(getComputedStyle(document.body).backgroundColor)")
