@@ -51,6 +51,9 @@ def _unknown_key(path: Path) -> Finding:
     key = str(path[-1])
     section = _section(path[:-1])
     fields = _keys(section) if section is not None else {}
+    name, colon, _ = key.partition(":")
+    if colon and name in fields:  # its value is not repeated: it may be a secret
+        return Finding(path, f'put a space after "{name}:"', at_key=True)
     meant = _ELSEWHERE.get(key, key)
     suggestion = closest(meant, fields)
     if not suggestion:

@@ -61,6 +61,15 @@ def test_every_problem_is_reported_at_once_with_its_place(checked: Check) -> Non
     ]
 
 
+def test_a_missing_space_after_a_key_is_named_and_its_value_is_not_repeated(checked: Check) -> None:
+    """YAML then takes both for one key without a value."""
+    problems = checked("backends:\n  a: {url:http://user:secret@h:1, profile:generic}\n").problems
+    told = [str(problem).split(": ", 1)[1] for problem in problems if problem.line == 2]
+    assert 'put a space after "url:"' in told
+    assert 'put a space after "profile:"' in told
+    assert not any("secret" in one for one in told)
+
+
 def test_load_raises_with_every_problem_on_its_line(tmp_path: Path) -> None:
     path = tmp_path / "gateway.yaml"
     path.write_text(BAD)
