@@ -40,7 +40,7 @@ from gateway.core.waiting import (
 )
 from gateway.core.waiting.drain import Drain
 from gateway.core.waiting.fairness import FINISH_SPARE, Entry, Shares
-from gateway.core.waiting.line import EXPIRIES_SPARE
+from gateway.core.waiting.line import EXPIRIES_SPARE, MOVED_WAIT_S
 
 UP = BackendStatus(state=State.UP, served_models=("gemma",))
 PLAIN = TrafficClass("chat", ("light",))
@@ -222,6 +222,30 @@ def test_who_has_waited_too_long_is_refused_in_time_though_many_have_left() -> N
         site.line.leave(str(number))
 
     assert [refused.id for refused in site.turn(2.0).refused] == ["quick"]
+
+
+def test_who_is_moved_to_a_class_that_waits_less_is_not_refused_where_a_place_is_free() -> None:
+    """It has waited in its old class for longer than in the new one anybody may."""
+    site = Site()
+    for name in ("first", "second"):
+        moved = site.ticket(name, arrived_at=-100.0, waited_s=100.0)
+        assert moved.waited_s > moved.traffic_class.waiting.max_wait_s
+        site.line.enter(moved, 0.0, has_waited=True)
+
+    assert site.start() == ["first"]
+    assert not site.turn(MOVED_WAIT_S / 2).refused
+    assert [refused.id for refused in site.turn(MOVED_WAIT_S).refused] == ["second"]
+
+
+def test_a_deadline_holds_for_who_is_moved_to_another_class() -> None:
+    site = Site()
+    site.enter("runs")
+    assert site.start() == ["runs"]
+    moved = site.ticket("late", arrived_at=-100.0, waited_s=100.0, deadline=MOVED_WAIT_S / 2)
+    site.line.enter(moved, 0.0, has_waited=True)
+
+    (refused,) = site.turn(MOVED_WAIT_S / 2).refused
+    assert refused.reason is Reason.DEADLINE
 
 
 @pytest.mark.parametrize("start", [at_once, in_one_step])

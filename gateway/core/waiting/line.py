@@ -24,6 +24,10 @@ choice: several round trips to a store, and a part of the age of a snapshot (`st
 RETRY_AFTER_MAX_S = 59.0
 """Some SDKs ignore a Retry-After of more than a minute and retry at once (docs/errors.md)."""
 
+MOVED_WAIT_S = 1.0
+"""How long a request that another policy has moved to another class may wait there, whatever it has waited
+before: a backend may have a slot for it. A choice: time for a turn, and for a probe of a new backend."""
+
 EXPIRIES_SPARE = 1_024
 """The expiry heap is rebuilt when it exceeds twice the number of queued requests by more than this. A choice:
 rebuilding a small one saves nothing."""
@@ -201,6 +205,8 @@ class WaitingLine:
         lane, rules = self._settled(ticket), ticket.traffic_class.waiting
         entry = self._entry(ticket, now)
         if has_waited:
+            longest_s = max(rules.max_wait_s, ticket.waited_s + MOVED_WAIT_S)
+            entry.expires_at = _expiry(ticket, now, longest_s)
             self._insert(lane, entry, now)
             return None
         ahead, wait_s = self._forecast(lane, entry, now)
