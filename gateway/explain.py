@@ -85,9 +85,12 @@ def ask(
     try:
         content = msgspec.json.encode(question)
         answer = command_http.request("POST", url, timeout_s=command_http.ADMIN_S, content=content)
-        found = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise NotAnswered(f"{url}: {error}") from error
+    try:
+        found = answer.json()
+    except ValueError as error:  # a proxy's, or another program's
+        raise NotAnswered(f"{url}: not the answer of a gateway (status {answer.status_code})") from error
     if answer.status_code != 200 or not isinstance(found, dict):
         raise NotAnswered(f"{url}: {_message(found) or answer.status_code}")
     if refused := found.get("refused"):

@@ -19,6 +19,10 @@ _OPEN = frozenset({"/metrics", "/livez", "/healthz", "/readyz"})  # for machines
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]*)?")
 _ELSEWHERE = frozenset({b"cross-site", b"same-site"})
+_NOT_OWN = (
+    "Web pages other than the console cannot change anything here. The console itself can, behind a proxy "
+    "too if that passes `Host` on unchanged."
+)
 
 
 class OperatorGuard:
@@ -47,7 +51,7 @@ class OperatorGuard:
             )
         if scope.get("method") not in _SAFE:
             own = _is_own(headers, hosts[0] if hosts else "")
-            return None if own else "Web pages other than the console cannot change anything here."
+            return None if own else _NOT_OWN
         if _is_from_elsewhere(dict(headers)):
             return "Web pages other than the console cannot read anything here."
         return None

@@ -114,6 +114,7 @@ async def test_nothing_is_changed_for_a_web_page(port: int, headers: tuple[str, 
     for method in ("POST", "PUT", "DELETE"):
         status, body = await answer(port, f"{method} /admin/thing", "Host: localhost:9090", *headers)
         assert (status, "altered" in body) == (403, False)
+        assert "behind a proxy too if that passes `Host` on" in body  # what an operator behind one has to do
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 from support import clients
+from support.raw_server import always, raw_server
 from support.site import Site, simulated, site
 
 from gateway.cli import main
@@ -267,3 +268,12 @@ async def test_the_command_says_when_nobody_answers(fleet: Site) -> None:
     assert (nobody.exit_code, another.exit_code) == (1, 1)
     assert "http://127.0.0.1:9/admin/explain: " in nobody.output
     assert "This is the port for applications" in another.output
+
+
+async def test_the_command_says_what_a_proxy_answered() -> None:
+    """One that asks for a password answers with a page."""
+    page = b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 3\r\nconnection: close\r\n\r\n<p>"
+    async with raw_server(always(page)) as proxy:
+        found = await run("explain", "--live", proxy.url, "-")
+    assert found.exit_code == 1
+    assert "/admin/explain: not the answer of a gateway (status 401)" in found.output
