@@ -5,7 +5,7 @@ import { FINE, at, colourOf, number, s, say, words } from "./dom.js";
 const WIDTH = 620;
 const NODE = 8;
 const MARGIN = NODE + 9; // of a name, from its end of the ribbons
-const LETTER = 7.3; // how wide one is, where they are wide
+const LETTER = 7.9; // how wide one is, where they are wide
 const NAME = 24; // letters in a line; what is longer goes on in the line of the figure
 const GAP = 10;
 const LABEL = 26; // what a name with its figure needs
