@@ -36,12 +36,13 @@ class Live:
 
     def snapshot(self) -> Mapping[str, Any]:
         """Return the current state."""
-        policy = self._policy()
+        policy, replicas = self._policy(), self._views["replicas"]()
         return {
             "at": round(self._clock.wall(), 3),
             "gateway": __version__,
             "policy": policy.version,
-            "replicas": self._views["replicas"]()["replicas"],
+            "owner": replicas["owner"],
+            "replicas": replicas["replicas"],
             "backends": self._views["backends"](),
             "boxes": self._views["boxes"](),
             "waiting": self._waiting(policy),

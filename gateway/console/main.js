@@ -31,7 +31,8 @@ function showFacts(snapshot) {
     ["version", snapshot.gateway],
     ["ended", number(snapshot.ended)],
   ];
-  if (snapshot.replicas > 1) facts.push(["gateways", `1 of ${snapshot.replicas}`]);
+  const several = snapshot.replicas > 1 ? `, 1 of ${number(snapshot.replicas)}` : "";
+  if (snapshot.owner) facts.push(["process", snapshot.owner + several]);
   at("facts").replaceChildren(...facts.map(([name, value]) => h("div", {}, h("dt", { text: name }), h("dd", { text: value }))));
 }
 

@@ -146,6 +146,12 @@ async def test_a_gauge_moves_under_load_and_whoever_waits_is_seen(bench: Bench) 
     assert await bench.shown("#waiting-line") == "No request is waiting."
 
 
+async def test_the_head_names_the_process(bench: Bench) -> None:
+    owner = bench.site.gateway.name
+
+    assert f"process {owner}" in " ".join((await bench.shown("#facts")).split())
+
+
 async def test_a_request_opens_into_a_waterfall_with_every_candidate(bench: Bench) -> None:
     request_id = await bench.chat()
     await bench.page.click(f'tbody[data-request="{request_id}"] .opener')
