@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.core.errors import BackendRejected, GatewayError, UpstreamBusy, UpstreamFailed
+from gateway.core.errors import BackendRejected, BodyRefused, GatewayError, UpstreamBusy, UpstreamFailed
 from gateway.core.health import Outcome
 from gateway.core.usage import Usage
 from gateway.core.value import valueclass
@@ -48,6 +48,7 @@ MESSAGE_CHARS_MAX = 4_000
 """Maximum characters of a backend's message that are examined, and that a caller gets. A choice: an engine
 may quote the whole request, and to search a megabyte for what it says takes seconds."""
 
+_UNSAID = "The backend refused the request without saying why."
 _MESSAGE_BYTES_MAX = 6 * MESSAGE_CHARS_MAX
 """The same in bytes of JSON, where a character is up to six (`\\u0000`)."""
 
@@ -112,8 +113,8 @@ def read_error(body: bytes) -> BackendError:
     try:
         decoded = json.loads(body)
     except (ValueError, RecursionError):
-        return BackendError(_beginning(body) or "The backend refused the request without saying why.")
-    return error_of(decoded) or BackendError("The backend refused the request without saying why.")
+        return BackendError(_beginning(body) or _UNSAID)
+    return error_of(decoded) or BackendError(_UNSAID)
 
 
 def _beginning(body: bytes) -> str:
@@ -153,7 +154,7 @@ def _shortened(message: object) -> str:
 def verdict(status: int, error: BackendError) -> tuple[GatewayError, Outcome]:
     """Return the error for the caller for a status other than 200, and the outcome for the backend's health.
 
-    A `CallerError` is final; an `UpstreamError` may be retried elsewhere.
+    An `UpstreamError` may be retried elsewhere, and a `BodyRefused`; any other `CallerError` is final.
     """
     if status in (401, 403):
         return UpstreamFailed("The backend does not accept the gateway's credentials."), Outcome.MISCONFIGURED
@@ -171,6 +172,8 @@ def verdict(status: int, error: BackendError) -> tuple[GatewayError, Outcome]:
         return UpstreamFailed(f"The backend failed with status {status}."), Outcome.FAILED
     if status < 300:
         return UpstreamFailed(f"The backend answered with status {status}."), Outcome.FAILED
+    if status == 413 and error.message == _UNSAID:  # engines say why, and hardly limit bodies: proxies do
+        return BodyRefused(), Outcome.REJECTED
     return _rejected(status, error), Outcome.REJECTED
 
 

@@ -22,6 +22,7 @@
         IdempotencyKeyReused    422 invalid_request_error / idempotency_key_reused
         FilesFull               429 rate_limit_error / too_many_file_bytes
         BackendRejected         4xx the backend's own verdict on the content, in our shape
+          BodyRefused             413 / request_too_large   by a proxy: another backend may take it
       ShedError               refused before any backend saw it; safe to retry after a wait
         AtCapacity              429 rate_limit_error / queue_full, ...         + Retry-After
         JobRefused              429 rate_limit_error / too_many_jobs, ...      + Retry-After
@@ -231,6 +232,17 @@ class BackendRejected(CallerError):
     def __init__(self, message: str, *, status: int, code: str, param: str | None = None) -> None:
         super().__init__(message, code=code, param=param)
         self.status = status  # chosen by the backend
+
+
+class BodyRefused(BackendRejected):
+    """A backend's server, or a proxy before it, does not take a body of this size; another one may."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The request is larger than the backend, or a proxy before it, takes.",
+            status=BodyTooLarge.status,
+            code=BodyTooLarge.code,
+        )
 
 
 class IdempotencyInProgress(GatewayError):

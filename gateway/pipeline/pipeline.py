@@ -27,6 +27,7 @@ from gateway.core.errors import (
     NOTHING_RAN,
     AnswerUnfit,
     AtCapacity,
+    BodyRefused,
     Draining,
     GatewayError,
     NoBackend,
@@ -372,7 +373,7 @@ class Pipeline:
 
     async def _place(self, context: RequestContext, ticket: Ticket) -> None:
         """Get a slot and relay the answer; move on to other backends until one starts to answer."""
-        failure: UpstreamError | None = None
+        failure: GatewayError | None = None
         unfit: frozenset[str] = frozenset()  # backends that answered, but not as requested
         may_ask_again, has_waited = True, False
         while True:
@@ -404,7 +405,7 @@ class Pipeline:
             try:
                 await self.cohort.catch_up()
                 await self._try(context, ticket, candidate, slot)
-            except UpstreamError as error:
+            except (UpstreamError, BodyRefused) as error:
                 let_go(error)
                 if context.is_answered:
                     context.ending, context.error_code = Ending.BROKEN, StreamBroken.code
@@ -713,6 +714,6 @@ def _ending_of(error: GatewayError) -> Ending:
     return Ending.FAILED if isinstance(error, Draining) else Ending.of(error)  # it was accepted, and is lost
 
 
-def _reported(context: RequestContext, before: UpstreamError | None, now: UpstreamError) -> UpstreamError:
+def _reported(context: RequestContext, before: GatewayError | None, now: GatewayError) -> GatewayError:
     """Return which of two failures to report: an engine that crashed says more than another that is busy."""
     return before if before is not None and context.crashes and isinstance(now, NOTHING_RAN) else now

@@ -299,6 +299,38 @@ async def test_a_whole_answer_that_is_none_moves_to_the_next(world: World, body:
     assert caller.headers["x-gateway-backend"] == "light-1"
 
 
+NGINX_413 = Script([b"<html><head><title>413 Request Entity Too Large</title></head></html>"], status=413)
+
+
+async def test_a_body_that_a_proxy_refuses_goes_to_another_backend(world: World) -> None:
+    world.answers(light_0=NGINX_413, light_1=GOOD)
+
+    caller = await world.run(world.request())
+
+    assert caller.headers["x-gateway-backend"] == "light-1"
+    assert world.fleet.reports == [("light-0", Outcome.REJECTED), ("light-1", Outcome.OK)]
+
+
+async def test_a_body_that_all_of_them_refuse_is_too_large(world: World) -> None:
+    world.answers(light_0=NGINX_413, light_1=NGINX_413, push=NGINX_413)
+
+    with pytest.raises(BackendRejected) as refused:
+        await world.run(world.request())
+
+    assert (refused.value.status, refused.value.code) == (413, "request_too_large")
+    assert len(world.upstream.targets) == 3
+    assert world.notes.requests[0].ending is Ending.REJECTED
+
+
+async def test_a_body_that_an_engine_refuses_goes_nowhere_else(world: World) -> None:
+    world.answers(light_0=Script([b'{"error":{"message":"too many images"}}'], status=413), light_1=GOOD)
+
+    with pytest.raises(BackendRejected, match="too many images"):
+        await world.run(world.request())
+
+    assert len(world.upstream.targets) == 1
+
+
 async def test_who_asks_is_told_of_each_slot_before_anything_is_sent(world: World) -> None:
     world.answers(light_0=Script(status=500), light_1=GOOD)
     asked_before = list[int]()
