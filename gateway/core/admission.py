@@ -63,14 +63,20 @@ def knee_seqs(capacity: Capacity, prompt_tokens: int) -> int:
     return knee_step(capacity, prompt_tokens).seqs
 
 
-def prefill_s(backend: Backend, demand: Demand) -> float:
+def prefill_s(backend: Backend, demand: Demand, cached: float = 0.0) -> float:
     """Return the predicted prefill time on an idle backend, in seconds; 0 without a latency model.
 
-    For a prompt longer than `PROMPT_TOKENS_MAX`, the time of one of that length.
+    For a prompt longer than `PROMPT_TOKENS_MAX`, the time of one of that length. `cached`: the share (0..1)
+    of the prompt, from its beginning, that the backend has in its prefix cache.
     """
-    if backend.perf is None:
+    perf = backend.perf
+    if perf is None:
         return 0.0
-    return _prefill_s(backend.perf, padded(backend.quirks, demand.prompt_tokens), backend.batched_tokens)
+    tokens = padded(backend.quirks, demand.prompt_tokens)
+    whole_s = _prefill_s(perf, tokens, backend.batched_tokens)
+    if not cached:
+        return whole_s
+    return max(0.0, whole_s - _prefill_s(perf, int(cached * tokens), backend.batched_tokens))
 
 
 def read_alike(one: Backend, other: Backend) -> bool:
@@ -95,21 +101,25 @@ def is_long(gates: Gates, demand: Demand) -> bool:
     return demand.prompt_tokens >= gates.long_prompt_tokens
 
 
-def claim(capacity: Capacity, demand: Demand, gates: Gates = OPEN, prefill_s: float = 0.0) -> Load:
+def claim(
+    capacity: Capacity, demand: Demand, gates: Gates = OPEN, prefill_s: float = 0.0, cached: float = 0.0
+) -> Load:
     """Return what a request occupies on a backend while it runs there.
 
     `prefill_s` is the prefill time of one of its prompts. Several sequences of one prompt count as a single
-    prefill: the engine processes the prompt once and shares its blocks.
+    prefill: the engine processes the prompt once and shares its blocks. `cached`: the share (0..1) of the
+    prompt in the backend's prefix cache. It needs a slot and blocks like the rest, but no prefill.
     """
     knee = knee_seqs(capacity, demand.prompt_tokens)
     long = is_long(gates, demand)
+    prefills_long = long and (1 - cached) * demand.prompt_tokens >= gates.long_prompt_tokens
     return Load(
         demand.seqs,
         # Rounding down lets exactly `knee` sequences fit, for every knee below 1,000.
         demand.seqs * (WHOLE // knee),
         0 if capacity.kv is None else demand.seqs * capacity.kv.blocks(demand.total_tokens),
         demand.seqs if long else 0,
-        demand.prompts if long else 0,
+        demand.prompts if prefills_long else 0,
         round(1000 * prefill_s * demand.prompts),
     )
 
@@ -129,7 +139,7 @@ def limits(
     planned = blocks_planned(capacity)
     blocks = UNLIMITED if planned is None else max(planned - kv_taken, min(planned, wanted.kv_blocks))
     # A long prompt in a pool without concurrent prefills starts only on an empty backend.
-    alone = gates.long_prefills == 0 and wanted.long_seqs > 0
+    alone = gates.long_prefills == 0 and wanted.long_unanswered > 0
     return Load(
         wanted.seqs if alone else UNLIMITED,
         max(share_max, min(WHOLE, wanted.share)),

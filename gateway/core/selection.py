@@ -38,7 +38,7 @@ class BackendView:
         backend: Its configuration.
         load: The load in flight on it.
         status: Its health.
-        prefix_share: Share (0..1) of this conversation that it has seen before.
+        prefix_share: Share (0..1) of this conversation that it has seen before. It counts as cached there.
         share_max: Usable part of its knee, in millionths: `admission.WHOLE`, or less to meet a TPOT target.
         kv_taken: KV blocks in use that no gateway sharing this gateway's ledger has reserved.
         long_waiting: Queued requests with long prompts whose first choice it is.
@@ -188,7 +188,7 @@ def _health(case: BackendCase) -> Objection | None:
 
 def _room(case: Case) -> Objection | None:
     load, most = case.view.load, case.limits
-    if case.claim.long_seqs and case.pool.gates.long_prefills == 0 and load.seqs:
+    if case.claim.long_unanswered and case.pool.gates.long_prefills == 0 and load.seqs:
         return Exclusion.LONG_PREFILL, f"{load.seqs} in flight; a long prompt starts there only when none are"
     full = admission.full(load, case.claim, most)
     if full is None:
@@ -410,13 +410,14 @@ def _promising_in(
     """
     kinds, backends = policy.kinds, policy.backends
     fit: dict[int | float, tuple[int, Case]] = {}  # (place, case) by place, or by -prefix_share for replicas
-    lead: Case | None = None  # the backend whose replicas are thinned out
+    leads: dict[float, Case] = {}  # the backends whose replicas are thinned out, by prefix_share
     kind: int | None = None
     case: Case | None = None
     for place, name in enumerate(pool.backends, 1):
         view = views.get(name)
         if view is None:
             continue
+        lead = leads.get(view.prefix_share)
         if (
             lead is not None
             and kinds.get(name) == kind
@@ -434,8 +435,14 @@ def _promising_in(
         objection = None if clear else _first_objection(case)
         if objection is not None:
             excluded.append((case, objection))
-        elif lead is None and clear and view.backend is backends.get(name) and _thins_out(policy.weights):
-            lead, kind = case, kinds[name]
+        elif (
+            lead is None
+            and clear
+            and view.backend is backends.get(name)
+            and (kind is None or kinds[name] == kind)
+            and _thins_out(policy.weights)
+        ):
+            leads[view.prefix_share], kind = case, kinds[name]
             fit[-view.prefix_share] = place, case
         else:
             fit[place] = place, case
@@ -464,8 +471,10 @@ def consider(
         capacity, claim, most = before.capacity, before.claim, before.limits
     else:
         capacity = view.capacity
-        work_s = admission.prefill_s(view.backend, demand)
-        claim = admission.claim(capacity, demand, pool.gates, work_s)
+        # The share is one of bytes, which says little about the tokens where some of them are of an image.
+        cached = 0.0 if demand.images or demand.audios else view.prefix_share
+        work_s = admission.prefill_s(view.backend, demand, cached)
+        claim = admission.claim(capacity, demand, pool.gates, work_s, cached)
         most = admission.limits(capacity, claim, pool.gates, view.share_max, view.kv_taken)
         if demand.is_job:
             most = admission.job_limits(capacity, most, claim, pool.jobs)
@@ -484,6 +493,7 @@ def _are_alike(one: BackendView, other: BackendView) -> bool:
     a, b = one.backend, other.backend
     return (
         a.capacity is b.capacity  # backends of one profile share the object
+        and one.prefix_share == other.prefix_share
         and admission.read_alike(a, b)
         and _same_state(one, other)
     )

@@ -315,7 +315,7 @@ class Pipeline:
 
     def prefix_shares(self, prefixes: Prefixes) -> Mapping[str, float]:
         """Return, per backend, the share (0..1) of a conversation that it has already processed."""
-        return self._prefixes.held(prefixes)
+        return self._held(self._policy(), prefixes)
 
     def end(self) -> None:
         """End all requests, because this process is shutting down: each caller is told, and may retry.
@@ -474,7 +474,7 @@ class Pipeline:
         self, policy: Policy, model: ModelPolicy, incoming: Incoming, estimate: Estimate
     ) -> tuple[Decision, Ticket]:
         request, arrival = incoming.request, incoming.arrival
-        held = self._prefixes.held(request.prefixes)
+        held = self._held(policy, request.prefixes)
         if policy is not self._newest:
             self._newest = policy
             self._backends = policy.backends
@@ -506,6 +506,9 @@ class Pipeline:
             request.queued_s,
             held,
         )
+
+    def _held(self, policy: Policy, prefixes: Prefixes) -> Mapping[str, float]:
+        return self._prefixes.held(prefixes) if policy.weights.prefix_affinity else _NO_SHARES
 
     def _members(self, policy: Policy, traffic_class: TrafficClass) -> Mapping[str, Backend]:
         """Return the backends in the pools of a class. `policy` must be the newest one."""

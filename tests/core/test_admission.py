@@ -236,6 +236,25 @@ def test_a_backend_without_a_latency_model_predicts_no_prompt_work() -> None:
     assert admission.prefill_s(Backend("b", "http://b", WIDE), demand(5_000)) == 0.0
 
 
+def test_what_is_cached_of_a_prompt_is_no_prompt_work() -> None:
+    perf = PerfModel(t_fixed=0, t_mem=0, kv_read=0, kv_span=0, t_seq=0, t_tok=0.001, t_attn=1e-6, sharp=1)
+    known = Backend("a", "http://a", WIDE, perf=perf, batched_tokens=2_048)
+    attention_s = 1e-6 * 1_000 * 4_500  # each of the rest attends to all before it, cached or not
+
+    assert admission.prefill_s(known, demand(5_000), 0.8) == pytest.approx(1.0 + attention_s)
+    assert admission.prefill_s(known, demand(5_000), 1.0) == 0.0
+
+
+@pytest.mark.parametrize(("cached", "unanswered"), [(0.0, 1), (0.5, 1), (0.6, 0), (1.0, 0)])
+def test_a_long_prompt_is_no_long_prefill_where_most_of_it_is_cached(cached: float, unanswered: int) -> None:
+    gates = Gates(long_prefills=0)
+    claim = admission.claim(WIDE, demand(32_000), gates, 0.1, cached)
+    on_a_busy_one = admission.full(ANSWERED, claim, admission.limits(WIDE, claim, gates))
+
+    assert claim == Load(1, 62_500, claim.kv_blocks, 1, unanswered, 100)
+    assert on_a_busy_one is (Exclusion.AT_KNEE if unanswered else None)
+
+
 def test_the_work_of_a_prompt_without_measure_is_that_of_the_longest_predicted() -> None:
     perf = PerfModel(t_fixed=0, t_mem=0, kv_read=0, kv_span=0, t_seq=0, t_tok=0.001, t_attn=0, sharp=1)
     known = Backend("a", "http://a", WIDE, perf=perf, batched_tokens=2_048)

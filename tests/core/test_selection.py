@@ -743,6 +743,25 @@ def named(views: tuple[BackendView, ...], rates: tuple[float | None, ...]) -> di
     }
 
 
+@pytest.mark.parametrize(
+    ("asked", "free"),
+    [
+        pytest.param(DOCUMENT, ["light-1"], id="text"),
+        # One picture may be most of the bytes, and few of the tokens.
+        pytest.param(replace(DOCUMENT, images=1), [], id="with-a-picture"),
+    ],
+)
+def test_a_long_conversation_starts_beside_others_where_it_is_cached(asked: Demand, free: list[str]) -> None:
+    sees = Modalities(images_max=None)
+    seen = {
+        name: view(backend(name, modalities=sees), 1, prefix_share=share)
+        for name, share in (("light-0", 0.0), ("light-1", 1.0))
+    }
+    light = TrafficClass("chat", ("light",))
+
+    assert [one.backend for one in selection.rank(GATED, light, asked, seen) if not one.excluded] == free
+
+
 WELL = BackendView(
     backend("light-0", model="gemma", capacity=COUNTED.capacity),
     Load(),

@@ -861,6 +861,22 @@ def test_a_conversation_goes_where_it_has_been_seen() -> None:
     assert [site.taken[str(number)][0] for number in range(3)] == ["light", "light", "light"]
 
 
+def test_a_long_conversation_waits_for_no_long_prefill_where_it_is_cached() -> None:
+    site = Site()
+    pools = {**site.policy.pools, "push": Pool("push", ("push",), gates=Gates(long_prefills=1))}
+    site.policy = replace(site.policy, pools=pools)
+    site.enter("document", traffic_class=LONG, prompt=50_000)
+    assert site.start() == ["document"]
+    site.enter("new", 0.1, traffic_class=LONG, prompt=50_000)
+    site.enter("next-turn", 0.2, traffic_class=LONG, prompt=60_000, prefix_shares={"push": 0.9})
+
+    assert site.start(0.3) == ["next-turn"]
+    assert site.start(0.4) == []
+
+    site.answered("document")
+    assert site.start(0.5) == ["new"]
+
+
 def test_jobs_come_after_all_others_of_their_class() -> None:
     site = Site()
     site.enter("running")

@@ -8,7 +8,7 @@ from support.world import DONE, HELLO, POLICY, ROLE, STOP, WHOLE, Script, World
 
 from gateway.clock import SystemClock
 from gateway.core.perf import PerfModel
-from gateway.core.values import Endpoint, Gates, Load, Prompt, Request
+from gateway.core.values import Endpoint, Gates, Load, Prompt, Request, Weights
 from gateway.pipeline.first_tokens import OVERHEAD_S, FirstTokens
 from gateway.ports import Slot
 from gateway.store.memory import MemoryLedger
@@ -45,6 +45,26 @@ async def test_an_answer_in_one_piece_counts_as_read_when_it_should_be(world: Wo
         assert (await after(world, due_s - 0.01)).prefill_ms == 1_000
         answered = await after(world, 0.02)
         assert (answered.prefill_ms, answered.seqs) == (0, 1)
+        gate.set()
+
+
+@pytest.mark.parametrize(
+    ("affinity", "prefill_ms"), [(0.2, 250), (0.0, 1_000)], ids=["cached", "told-that-nothing-is"]
+)
+async def test_what_a_backend_has_seen_of_a_conversation_is_not_read_again(
+    world: World, affinity: float, prefill_ms: int
+) -> None:
+    measured(world)
+    world.policy = replace(world.policy, weights=Weights(prefix_affinity=affinity))
+    gate = anyio.Event()
+    world.answers(light_0=Script([WHOLE]))
+    await world.run(world.request(stream=False, prefixes=((1, 1.0),)))
+    world.answers(light_0=Script([gate, WHOLE]))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(stream=False, prefixes=((1, 0.75), (2, 1.0))))
+        await anyio.wait_all_tasks_blocked()
+
+        assert world.ledger.load("light-0").prefill_ms == prefill_ms
         gate.set()
 
 

@@ -134,6 +134,8 @@ def asks_no_less(ticket: Ticket, other: Ticket) -> bool:
         and asked.images >= least.images
         and asked.audios >= least.audios
         and ticket.policy is other.policy
+        # A long prompt needs no long prefill where most of it is cached.
+        and not (ticket.prefix_shares and ticket.is_long)
         # A spill may have to wait for long prompts only if it is short.
         and all(
             admission.is_long(gates, asked) == admission.is_long(gates, least)
