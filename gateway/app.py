@@ -28,6 +28,7 @@ from gateway.core.health import (
     GONE_S,
     BackendStatus,
     EngineSample,
+    has_ended,
     lost,
 )
 from gateway.core.jobs import lane_of
@@ -385,6 +386,8 @@ class Gateway:
         self.pipeline.room.look()
         if lost(new) and not lost(old):
             self.pipeline.abort_attempts(backend_id, GONE_S if new.is_gone else inf)
+        if has_ended(new) or new.restarts > old.restarts:
+            self.pipeline.forget_prefixes(backend_id)
         if new.verdicts > old.verdicts and self._store is not None:
             self._store.exchange.publish_now()
 

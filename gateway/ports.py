@@ -440,6 +440,9 @@ class PrefixIndex(Protocol):
     def remember(self, prefixes: Prefixes, backend_id: str) -> None:
         """Record that a backend now has these prefixes cached."""
 
+    def forget(self, backend_id: str) -> None:
+        """Record that a backend has nothing cached any more: its process has ended."""
+
 
 class JobStore(Protocol):
     """Stores jobs and their answers. All methods raise StoreUnavailable if the store does not respond.

@@ -337,6 +337,10 @@ class Pipeline:
         for attempt in tuple(self._running.get(backend_id, ())):
             attempt.give_up(silence_s)
 
+    def forget_prefixes(self, backend_id: str) -> None:
+        """Take it that a backend has no conversation in its prefix cache: its process has ended."""
+        self._prefixes.forget(backend_id)
+
     async def _place_with_comments(self, context: RequestContext, ticket: Ticket, since: float) -> None:
         """Like `_place`, but sends SSE comments from `since` (monotonic seconds) to the first token.
 

@@ -10,6 +10,16 @@ HOLDERS_MAX = 4
 pool."""
 
 
+class _Cache:
+    """The prefix cache of a backend's process."""
+
+    __slots__ = ("backend", "is_gone")
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.is_gone = False
+
+
 class MemoryPrefixIndex:
     """`ports.PrefixIndex` in memory.
 
@@ -20,29 +30,39 @@ class MemoryPrefixIndex:
 
     def __init__(self, entries_max: int = 65_536) -> None:
         self._entries_max = entries_max
-        self._holders: OrderedDict[int, tuple[str, ...]] = OrderedDict()
+        self._holders: OrderedDict[int, tuple[_Cache, ...]] = OrderedDict()
+        self._caches: dict[str, _Cache] = {}  # by backend
 
     def held(self, prefixes: Prefixes) -> Mapping[str, float]:
         """See `ports.PrefixIndex.held`."""
         shares: dict[str, float] = {}
         for key, share in prefixes:  # ascending, so the longest prefix is written last
-            for backend_id in self._holders.get(key, ()):
-                shares[backend_id] = share
+            for cache in self._holders.get(key, ()):
+                if not cache.is_gone:
+                    shares[cache.backend] = share
         return shares
 
     def remember(self, prefixes: Prefixes, backend_id: str) -> None:
         """See `ports.PrefixIndex.remember`."""
         if not prefixes:
             return
-        of = self._holders
+        of, cache = self._holders, self._caches.get(backend_id)
+        if cache is None:
+            cache = self._caches[backend_id] = _Cache(backend_id)
         for key in {prefixes[0][0], prefixes[-1][0]}:
             holders = of.get(key)
             if holders is None:
-                of[key] = (backend_id,)  # the newest entry
+                of[key] = (cache,)  # the newest entry
                 continue
-            if holders[0] != backend_id:
-                others = [holder for holder in holders if holder != backend_id]
-                of[key] = (backend_id, *others)[:HOLDERS_MAX]
+            if holders[0] is not cache:
+                others = [holder for holder in holders if holder is not cache and not holder.is_gone]
+                of[key] = (cache, *others)[:HOLDERS_MAX]
             of.move_to_end(key)
         while len(of) > self._entries_max:
             of.popitem(last=False)
+
+    def forget(self, backend_id: str) -> None:
+        """See `ports.PrefixIndex.forget`."""
+        cache = self._caches.pop(backend_id, None)
+        if cache is not None:
+            cache.is_gone = True

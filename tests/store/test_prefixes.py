@@ -48,3 +48,30 @@ def test_a_shared_prefix_has_several_holders_but_not_every_one() -> None:
         index.remember((SYSTEM,), f"b{number}")
 
     assert set(index.held((SYSTEM,))) == {f"b{number}" for number in range(2, HOLDERS_MAX + 2)}
+
+
+def test_a_process_that_has_ended_holds_nothing_and_the_next_one_what_it_has_seen() -> None:
+    index = MemoryPrefixIndex()
+    index.remember((SYSTEM, FIRST), "light-0")
+    index.remember((SYSTEM, SECOND), "light-1")
+
+    index.forget("light-0")
+    assert index.held((SYSTEM, FIRST, SECOND)) == {"light-1": 0.7}
+
+    index.remember((SYSTEM, THIRD), "light-0")
+    assert index.held((SYSTEM, FIRST, SECOND, THIRD)) == {"light-0": 0.9, "light-1": 0.7}
+    assert index.held((SYSTEM, FIRST)) == {"light-0": 0.5, "light-1": 0.5}
+
+
+def test_processes_that_have_ended_take_no_place_among_the_holders() -> None:
+    index = MemoryPrefixIndex()
+    index.remember((SYSTEM,), "light-0")
+    for _ in range(HOLDERS_MAX):
+        index.forget("light-1")
+        index.remember((SYSTEM,), "light-1")
+
+    assert set(index.held((SYSTEM,))) == {"light-0", "light-1"}
+
+
+def test_a_backend_that_holds_nothing_can_be_forgotten() -> None:
+    MemoryPrefixIndex().forget("light-0")

@@ -355,6 +355,14 @@ def lost(status: BackendStatus) -> bool:
     return status.is_gone or status.state in _LOST
 
 
+_ENDED = frozenset({State.BOOTING, State.DOWN, State.OUT})
+
+
+def has_ended(status: BackendStatus) -> bool:
+    """Return whether the process that it was is there no more, as far as can be told."""
+    return status.state in _ENDED
+
+
 def usable(status: BackendStatus) -> bool:
     """Return whether requests may be sent to it at all. See `preference` for UNKNOWN."""
     return status.state in _USABLE
