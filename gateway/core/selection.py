@@ -479,7 +479,8 @@ def consider(
         if demand.is_job:
             most = admission.job_limits(capacity, most, claim, pool.jobs)
         if view.status.state is State.PROBATION:
-            most = replace(most, seqs=min(most.seqs, PROBATION_SEQS - 1 + claim.seqs))
+            leaves_one = demand.is_job and pool.jobs.reserve > 0
+            most = replace(most, seqs=min(most.seqs, PROBATION_SEQS - 1 - leaves_one + claim.seqs))
     tightened = None
     if is_spill:
         tightened = admission.spill_limits(

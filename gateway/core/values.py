@@ -318,7 +318,8 @@ class JobRoom:
     The defaults are those of `Spill`; docs/routing.md#jobs measures what they are worth.
 
     Attributes:
-        reserve: Share of the knee, in whole sequences, and of the KV blocks (0..1).
+        reserve: Share of the knee, in whole sequences, and of the KV blocks (0..1). Above 0, jobs also leave
+            one of the sequences of a backend in probation.
         prefill_s: Seconds of outstanding prefill at which a backend takes no more jobs. None: no limit.
     """
 

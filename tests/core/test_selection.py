@@ -19,6 +19,7 @@ from gateway.core.values import (
     Demand,
     Exclusion,
     Gates,
+    JobRoom,
     KneeStep,
     Load,
     Modalities,
@@ -608,6 +609,15 @@ def test_a_backend_in_probation_takes_no_more_than_it_may_even_at_once() -> None
 
     assert admission.full(load(1), found.claim, found.limits) is None
     assert admission.full(load(2), found.claim, found.limits) is Exclusion.AT_KNEE
+
+
+@pytest.mark.parametrize(("reserve", "most"), [(0.125, 1), (0.0, 2)])
+def test_a_job_leaves_room_on_a_backend_in_probation_for_who_waits(reserve: float, most: int) -> None:
+    subject = replace(busy("light-0", load(0)), status=replace(UP, state=State.PROBATION))
+    pool = replace(policy().pools["light"], jobs=JobRoom(reserve=reserve))
+
+    assert selection.consider(replace(SHORT, is_job=True), subject, pool).limits.seqs == most
+    assert selection.consider(SHORT, subject, pool).limits.seqs == 2
 
 
 def test_a_backend_whose_machine_runs_another_model_is_worth_waiting_for() -> None:
