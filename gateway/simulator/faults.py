@@ -5,7 +5,7 @@ from typing import Any
 
 from gateway.simulator.options import Fault, FaultOrder
 
-OF_THE_SERVER = frozenset({Fault.REFUSE, Fault.HANG, Fault.CRASH, Fault.RESTART})
+OF_THE_SERVER = frozenset({Fault.REFUSE, Fault.HANG, Fault.CRASH, Fault.RESTART, Fault.SILENT_STOP})
 """Faults of the whole server, which occur once; all others apply to single requests."""
 
 NONSENSE = frozenset({Fault.CHANNEL_MARKERS, Fault.EMPTY_ANSWER, Fault.WRONG_TEXT})

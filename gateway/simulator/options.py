@@ -25,6 +25,7 @@ class Fault(StrEnum):
     WRONG_TEXT = "wrong_text"  # one token over and over, as from broken weights
     DRAIN = "drain"  # running answers go on, new ones get 500; /health stays 200
     RESTART = "restart"  # stops, boots again: new start time, counters at zero
+    SILENT_STOP = "silent_stop"  # stops, tells nobody, waits for its callers to leave, boots again
 
 
 class Quirk(StrEnum):
@@ -47,7 +48,8 @@ class FaultOrder:
         fault: How.
         count: Requests it affects, for faults of single requests; None for every one until it is lifted.
         for_s: Engine seconds that `refuse` (None: 5 s) or `hang` (None: until it is lifted) lasts, the delay
-            of `slow_headers` (None: 5 s), or the boot after `crash` and `restart` (None: as at startup).
+            of `slow_headers` (None: 5 s), or the boot after `crash`, `restart` and `silent_stop` (None: as at
+            startup).
         after_chunks: Events a stream sends first, for `die_mid_stream`, `abort` and `truncate`.
     """
 

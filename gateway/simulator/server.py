@@ -241,6 +241,13 @@ class Simulator:
                 self.host.die()
                 await anyio.sleep(_DYING_S / self.options.speed)
                 await self._boot_again(order)
+            case Fault.SILENT_STOP:
+                self._door.close()
+                self._close_idle()
+                self.host.hang()
+                while self.load:
+                    await next_look()
+                await self._boot_again(order)
             case _:
                 self._door.close()
                 await self._cut_answers()

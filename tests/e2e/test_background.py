@@ -1,6 +1,7 @@
 """Responses in the background, through the unmodified SDK, a real store and simulated backends."""
 
 import json
+import re
 import socket
 from collections.abc import AsyncIterator
 from functools import partial
@@ -16,6 +17,8 @@ from support.processes import config, running
 from support.redis_server import RedisServer
 from support.site import Site, jobs_site, simulated, site
 
+from gateway import app
+from gateway.core.health import transitions
 from gateway.downstream import background
 from gateway.simulator.options import Fault, FaultOrder
 
@@ -69,6 +72,28 @@ async def test_a_handover_is_named_in_the_headers_of_its_answer(gateway: Site, s
     assert headers["x-request-id"].startswith("req-")
     assert (headers["x-gateway-class"], headers["x-gateway-job"]) == ("short_chat", id)
     assert headers["x-gateway-dropped"] == "priority"
+
+
+async def test_a_job_goes_on_elsewhere_when_its_vllm_stops_silently(
+    tmp_path: Path, store: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transitions, "GONE_S", 0.3)
+    monkeypatch.setattr(app, "GONE_S", 0.3)
+    ask: Any = {"model": "gemma-4", "input": "Count from 1 to 60."}
+
+    async with jobs_site(tmp_path, store, speed=4.0, health={"interval_s": 0.1}) as running:
+        client, backends = running.openai(api_key="a"), running.backends
+        job = await client.responses.create(**ask, background=True, max_output_tokens=2_000)
+        await running.eventually(lambda: any(one.generated_tokens > 40 for one in backends.values()))
+        gone = next(one for one in backends.values() if one.generated_tokens > 40)
+        assert gone.load == 1
+        gone.order(FaultOrder(Fault.SILENT_STOP, for_s=0.0))
+        done = await ended(client, job.id)
+        await running.eventually(running.idle)
+
+    assert done.status == "completed"
+    assert [int(word) for word in re.findall(r"\d+", done.output_text)] == list(range(1, 61))
+    assert sum(one.generated_tokens > 0 for one in backends.values()) == 1  # the other one booted again
 
 
 async def test_a_response_whose_conversation_is_not_kept_cannot_be_continued(gateway: Site) -> None:

@@ -19,8 +19,9 @@ from click.testing import CliRunner
 from support import clients
 from support.site import SPEED, Site, simulated, site
 
+from gateway import app
 from gateway.cli import main
-from gateway.core.health import EngineSample, State
+from gateway.core.health import EngineSample, State, transitions
 from gateway.simulator import Fault, FaultOrder
 
 HELLO: Any = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -519,6 +520,44 @@ async def test_a_backend_that_hangs_is_noticed_and_left(tmp_path: Path) -> None:
 
         assert raw.headers["x-gateway-backend"] == "light-1"
         assert running.gateway.fleet.statuses()["light-0"].state is State.HUNG
+
+
+async def test_a_vllm_that_stops_silently_is_left_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transitions, "GONE_S", 0.3)
+    monkeypatch.setattr(app, "GONE_S", 0.3)
+    ask: Any = {"model": "gemma-4", "messages": HELLO, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+    whole: list[Any] = []
+
+    async def answer(client: openai.AsyncOpenAI) -> None:
+        whole.append(await client.chat.completions.with_raw_response.create(**ask))
+
+    async with site(
+        tmp_path,
+        fleet=simulated({"light-0": "h100-tp1-light", "push": "h100-tp2-push"}, speed=1.0),
+        pools={"light": ["light-0"], "push": ["push"]},
+        models={"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light", "push"]}]}},
+        health={"interval_s": 0.1},
+    ) as running:
+        client, gone = running.openai(), running.backends["light-0"]
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(answer, client)
+                begun = await client.chat.completions.create(**ask, stream=True)
+                await anext(aiter(begun))
+                assert len(gone.host.answers) == 2
+                gone.order(FaultOrder(Fault.SILENT_STOP, for_s=0.0))
+                with pytest.raises(openai.APIError) as caught:
+                    async for _ in begun:
+                        pass
+
+        assert caught.value.code == "stream_broken"
+        assert whole[0].headers["x-gateway-backend"] == "push"
+        assert whole[0].parse().choices[0].finish_reason == "length"
+        statuses = running.gateway.fleet.statuses
+        await running.eventually(lambda: statuses()["light-0"].state in (State.PROBATION, State.UP))
+        await running.eventually(running.idle)
 
 
 async def test_a_backend_that_restarts_comes_back(fleet: Site) -> None:

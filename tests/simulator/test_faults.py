@@ -26,7 +26,7 @@ def test_an_uncounted_fault_stays_until_it_is_lifted() -> None:
     assert faults.take() is None
 
 
-@pytest.mark.parametrize("fault", [Fault.REFUSE, Fault.HANG, Fault.CRASH, Fault.RESTART])
+@pytest.mark.parametrize("fault", [Fault.REFUSE, Fault.HANG, Fault.CRASH, Fault.RESTART, Fault.SILENT_STOP])
 def test_faults_of_the_server_do_not_strike_requests(fault: Fault) -> None:
     faults = Faults()
     faults.set(FaultOrder(fault))

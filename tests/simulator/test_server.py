@@ -57,7 +57,7 @@ async def test_a_profile_s_own_boot_time_is_used_on_request(profile: str, boot_s
         assert anyio.current_time() - before >= 0.9 * boot_s / 1_000
 
 
-@pytest.mark.parametrize("fault", [Fault.CRASH, Fault.RESTART, Fault.REFUSE])
+@pytest.mark.parametrize("fault", [Fault.CRASH, Fault.RESTART, Fault.REFUSE, Fault.SILENT_STOP])
 async def test_a_fault_waits_for_the_boot(options: SimulatorOptions, fault: Fault, until: Until) -> None:
     order = FaultOrder(fault, for_s=0.0)
     async with simulator(replace(options, boot_s=20, speed=100, fault=order)) as server:
@@ -377,6 +377,32 @@ async def test_a_restart_aborts_answers_and_begins_anew(
         assert server.host.tally.started_wall_s > started
         assert server.generated_tokens == 0
         assert (await client.get("/simulator/fault")).json() == {"fault": None}
+
+
+async def test_a_silent_stop_refuses_and_waits_for_the_last_caller_to_leave(
+    options: SimulatorOptions, chat: Chat, until: Until
+) -> None:
+    async with (
+        simulator(replace(options, boot_s=30)) as server,
+        clients.http(base_url=server.url) as client,
+    ):
+        await server.booted.wait()
+        started = server.host.tally.started_wall_s
+        body = chat(stream=True, max_tokens=4_000, ignore_eos=True)
+        async with client.stream("POST", URL, json=body) as stream:
+            chunks = stream.aiter_bytes()
+            await anext(chunks)
+            await fault(client, fault="silent_stop")
+            with anyio.fail_after(20):
+                while not await is_refused(server.url):
+                    pass
+            with anyio.move_on_after(0.1) as silence:
+                async for _ in chunks:  # what it had sent before
+                    pass
+            assert silence.cancelled_caught
+            assert server.booted.is_set()
+        await until(lambda: server.host.tally.started_wall_s > started and server.booted.is_set())
+        assert not await is_refused(server.url)
 
 
 # ------------------------------------------------------------------ stop
