@@ -38,6 +38,20 @@ def raise_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def has_folder() -> bool:
+    """Return whether the system says which files a process has open. This takes none itself."""
+    return os.path.isdir(_FOLDER)
+
+
+def used() -> tuple[int, int]:
+    """Return how many files are open, and how many may be: as many, if none is left to count them with."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        return len(os.listdir(_FOLDER)), limit
+    except OSError:
+        return limit, limit
+
+
 class OpenFiles:
     """Warns when few file descriptors are left: beyond the limit, new connections are closed silently."""
 
@@ -47,17 +61,13 @@ class OpenFiles:
 
     async def run(self) -> None:
         """Check periodically until cancelled, if the system supports it."""
-        while os.path.isdir(_FOLDER):  # noqa: ASYNC240 - never on a disk
+        while has_folder():
             self.look()
             await anyio.sleep(LOOK_S)
 
     def look(self) -> None:
         """Log when few are left, and when that is over."""
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        try:
-            count = len(os.listdir(_FOLDER))
-        except OSError:  # no descriptor is left to check with
-            count = limit
+        count, limit = used()
         was_short, self._is_short = self._is_short, 0 < limit * SHORT_ABOVE < count
         if self._is_short and not was_short:
             log.error(

@@ -11,6 +11,7 @@ from contextlib import suppress
 import pytest
 
 from gateway.open_files import OpenFiles
+from gateway.telemetry.metrics import Metrics
 
 TOLD = "gateway.process"
 
@@ -72,3 +73,16 @@ def test_it_is_said_once_when_few_are_left_and_once_when_there_are_enough(
     for _ in range(40):
         os.close(room_for.pop())
     assert told() == ["open_files_enough"]
+
+
+def test_that_no_file_is_left_shows_in_the_metrics(room_for: list[int]) -> None:
+    metrics = Metrics()
+    here = len(os.listdir("/proc/self/fd"))
+    limit = here + 20
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    with suppress(OSError):
+        while True:
+            room_for.append(os.open(os.devnull, os.O_RDONLY))
+    told = metrics.exposition()[0]().decode()
+    assert f"process_open_fds {limit:.1f}" in told
+    assert f"process_max_fds {limit:.1f}" in told

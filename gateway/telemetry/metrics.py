@@ -11,13 +11,14 @@ from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.core.box_swaps import Swap, SwapCause
 from gateway.core.health import BackendStatus, State
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.webhooks import WebhookAttempt, WebhookOutcome
+from gateway.open_files import has_folder, used
 from gateway.telemetry.series import Collected, Counters, Histograms
 
 TTFT_BUCKETS_S = (0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)
@@ -264,7 +265,7 @@ class Metrics:
             buckets=SWAP_BUCKETS_S,
             registry=registry,
         )
-        ProcessCollector(registry=registry)
+        _Process(registry=registry)
 
     def attempt(self, record: AttemptRecord) -> None:
         """See `ports.Recorder.attempt`."""
@@ -448,3 +449,15 @@ class _Before(Collector):
     def collect(self) -> Iterator[Metric]:
         self._act()
         yield from ()
+
+
+class _Process(ProcessCollector):
+    """Prometheus' own, which leaves out how many files are open when none is left to count them with."""
+
+    def collect(self) -> Iterator[Metric]:
+        found = list(super().collect())
+        yield from found
+        if has_folder() and not any(one.name == "process_open_fds" for one in found):
+            count, limit = used()
+            yield GaugeMetricFamily("process_open_fds", "Number of open file descriptors.", count)
+            yield GaugeMetricFamily("process_max_fds", "Maximum number of open file descriptors.", limit)
