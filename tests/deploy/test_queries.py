@@ -107,7 +107,7 @@ def wrong(found: Named, series: Mapping[str, frozenset[str]]) -> list[str]:
             faults += [f"no {one} among {kinds}" for one in matcher.values if one not in set(kinds)]
         elif matcher.label == "le":
             faults += [f"no bucket {one}" for one in matcher.values if float(one) not in BUCKETS_S]
-        elif matcher.label != "job":
+        elif matcher.label != "job" and any(matcher.values):  # none is always possible
             faults.append(f"whether {matcher.metric} can have this {matcher.label} is not known here")
     return faults
 

@@ -28,8 +28,8 @@ class Case:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-def requests(ending: str, per_minute: float) -> dict[str, str]:
-    series = f'gateway_requests_total{{traffic_class="short_chat",backend="b",ending="{ending}"}}'
+def requests(ending: str, per_minute: float, name: str = "short_chat") -> dict[str, str]:
+    series = f'gateway_requests_total{{traffic_class="{name}",backend="b",ending="{ending}"}}'
     return {series: f"0+{per_minute}x60"}
 
 
@@ -111,6 +111,14 @@ CASES = [
         20,
         "10% of short_chat requests are refused",
         {"traffic_class": "short_chat"},
+    ),
+    # One caller beyond its quota of jobs: refused before they have a class, among those that are served.
+    Case("GatewayShedsLoad", requests("completed", 96) | requests("shed", 4, ""), 20),
+    Case(
+        "GatewayShedsLoad",
+        requests("completed", 90) | requests("shed", 10, ""),
+        20,
+        "10% of all requests are refused",
     ),
     Case("GatewayFirstTokenLate", first_tokens("timely", 96) | first_tokens("late", 4), 30),
     Case(
