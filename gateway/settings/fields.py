@@ -129,7 +129,7 @@ Prefix = Annotated[str, AfterValidator(_prefix), Field(json_schema_extra={"patte
 
 def _sha256(written: str) -> str:
     if not re.fullmatch(r"[0-9a-fA-F]{64}", written):
-        raise ValueError("a SHA-256 is 64 hex digits")
+        raise ValueError("a SHA-256 is 64 hex digits, without the `-` that sha256sum prints behind them")
     return written
 
 

@@ -263,7 +263,7 @@ def test_what_is_no_origin(checked: Check, plain: str, written: str, message: st
         pytest.param(("backends:", "keys:\nbackends:"), "name at least one key", id="keys-all-commented-out"),
         pytest.param(("backends:", "keys: {a: {}}\nbackends:"), "exactly one of", id="key-of-nothing"),
         pytest.param(
-            ("backends:", "keys: {a: {sha256: beef}}\nbackends:"), "64 hex digits", id="short-digest"
+            ("backends:", "keys: {a: {sha256: beef  -}}\nbackends:"), "without the `-`", id="no-digest"
         ),
         pytest.param(
             ("backends:", "keys: {a: {env: A, file: b}}\nbackends:"), "exactly one of", id="key-twice"
