@@ -21,6 +21,7 @@
         BodyEncoded             415 invalid_request_error / unsupported_content_encoding
         IdempotencyKeyReused    422 invalid_request_error / idempotency_key_reused
         FilesFull               429 rate_limit_error / too_many_file_bytes
+        JobBytesFull            429 rate_limit_error / too_many_bytes
         BackendRejected         4xx the backend's own verdict on the content, in our shape
           BodyRefused             413 / request_too_large   by a proxy: another backend may take it
       ShedError               refused before any backend saw it; safe to retry after a wait
@@ -291,8 +292,23 @@ class FilesFull(CallerError):
     headers = NOT_AGAIN
 
 
+class JobBytesFull(CallerError):
+    """The jobs of this API key, ended ones too, have reached their size limit. SDKs are told not to retry."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "too_many_bytes"
+    headers = NOT_AGAIN
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The jobs of this API key, with those that have ended and are kept, have reached their limit of "
+            "bytes. Delete some."
+        )
+
+
 class JobRefused(ShedError):
-    """This API key has reached a limit on queued or stored jobs."""
+    """This API key has reached a limit on the number of its jobs."""
 
     status = 429
     type = "rate_limit_error"

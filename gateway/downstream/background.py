@@ -17,6 +17,7 @@ from gateway.core.errors import (
     GatewayError,
     IdempotencyKeyReused,
     InvalidRequest,
+    JobBytesFull,
     JobRefused,
     ResponseNotFound,
     StoreUnavailable,
@@ -94,11 +95,6 @@ _HEADERS_KEPT = 32
 _HEADER_CHARS_KEPT = 256
 """Maximum headers of a request that are kept with a job, and characters of each. A choice that bounds what
 the store keeps."""
-
-_REFUSALS: Mapping[Refusal, str] = {
-    Refusal.TOO_MANY_JOBS: "This API key has reached its limit of jobs waiting or running.",
-    Refusal.TOO_MANY_BYTES: "The jobs of this API key have reached their limit of bytes. Delete some.",
-}
 
 
 @valueclass(frozen=True, slots=True)
@@ -213,7 +209,8 @@ class Background:
             CallerError: no backend could ever take it, a header is invalid, or the idempotency key belongs to
                 another body.
             ShedError: its tokens cannot be counted at the moment.
-            JobRefused: the quota of its API key is exhausted.
+            JobRefused: its API key has as many jobs as it may have.
+            JobBytesFull: its API key has as many bytes of jobs as it may have.
             StoreUnavailable: with an idempotency key, it may have been accepted or not: retry with that key.
                 Without one, it is revoked.
         """
@@ -246,8 +243,11 @@ class Background:
         match found:
             case Refusal.IDEMPOTENCY_KEY_REUSED:
                 raise IdempotencyKeyReused()
-            case Refusal():
-                raise JobRefused(_REFUSALS[found], code=found.value, retry_after_s=30)
+            case Refusal.TOO_MANY_JOBS:
+                message = "This API key has reached its limit of jobs waiting or running."
+                raise JobRefused(message, code=found.value, retry_after_s=30)
+            case Refusal.TOO_MANY_BYTES:
+                raise JobBytesFull()
         if found.id == id:
             log.debug(
                 "job %s: accepted, %s, %s",

@@ -10,7 +10,7 @@ import anyio.lowlevel
 import pytest
 from support.world import Incoming, World
 
-from gateway.core.errors import GatewayError, ResponseNotFound, StoreUnavailable, StreamBroken
+from gateway.core.errors import NOT_AGAIN, GatewayError, ResponseNotFound, StoreUnavailable, StreamBroken
 from gateway.core.jobs import Chunk, Job, JobError, JobStatus, Lane, NewJob, Queue, Refusal
 from gateway.core.responses.replay import JobFacts
 from gateway.core.values import OnDisconnect
@@ -150,8 +150,15 @@ async def test_a_job_that_is_refused_says_why(refusal: Refusal) -> None:
     with pytest.raises(GatewayError) as refused:
         await submitting(background_of(World(), Accepting(refusal)))
 
-    is_reused = refusal is Refusal.IDEMPOTENCY_KEY_REUSED
-    assert (refused.value.code, refused.value.retry_after_s) == (refusal.value, None if is_reused else 30)
+    retry_after_s = 30 if refusal is Refusal.TOO_MANY_JOBS else None
+    assert (refused.value.code, refused.value.retry_after_s) == (refusal.value, retry_after_s)
+
+
+async def test_who_has_too_many_bytes_of_jobs_is_told_not_to_come_back_by_itself() -> None:
+    with pytest.raises(GatewayError) as refused:
+        await submitting(background_of(World(), Accepting(Refusal.TOO_MANY_BYTES)))
+
+    assert (refused.value.status, refused.value.headers) == (429, NOT_AGAIN)
 
 
 def test_only_headers_of_the_site_that_are_short_are_kept() -> None:
