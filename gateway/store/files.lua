@@ -6,6 +6,8 @@
 -- files:<owner>    ZSET    ids of complete files in the order of creation
 -- filed:<owner>    STRING  bytes of all files of an owner, including FILE_COSTS for each
 -- files_expiring   ZSET    ids by the time of deletion
+-- listed:files:<owner>:<id>
+--                  STRING  the order of a deleted file: who deletes what a list shows goes on behind one of those
 --
 -- A file is `open`, and invisible, while it is written; one that is left open is deleted after OPEN_MS. `uses` is
 -- the number of batches that read it: while it is not 0, the file neither expires nor can be deleted.
@@ -13,6 +15,7 @@
 local PIECE = 1048576
 local FILE_COSTS = 1024
 local OPEN_MS = 600000
+local LISTED_MS = 600000
 local FORGOTTEN_MAX, UNLINKED_MAX = 100, 800 -- files and pieces per script; a file may have hundreds
 local FILE_SHOWN = {'owner', 'filename', 'purpose', 'bytes', 'created', 'expires'}
 
@@ -61,7 +64,7 @@ end
 
 -- Deletes a file. Returns how many pieces it had.
 local function forget_file(id)
-    local file = redis.call('HMGET', key('file', id), 'owner', 'bytes')
+    local file = redis.call('HMGET', key('file', id), 'owner', 'bytes', 'order', 'state')
     local last = math.floor((file[2] or 0) / PIECE)
     redis.call('ZREM', key('files_expiring'), id)
     if file[1] then
@@ -70,6 +73,9 @@ local function forget_file(id)
         end
         redis.call('ZREM', key('files', file[1]), id)
         redis.call('DEL', key('file', id))
+        if file[4] == 'whole' then
+            redis.call('SET', key('listed', 'files', file[1], id), file[3], 'PX', LISTED_MS)
+        end
         spend(file[1], -file[2] - FILE_COSTS)
     end
     return last + 1

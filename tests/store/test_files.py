@@ -99,7 +99,7 @@ async def test_a_file_whose_time_is_over_is_gone_with_all_its_pieces(files: Batc
     assert await files.used() == 1 + COSTS
     for id in ("file-2", "file-3"):
         await files.files.delete(id)
-    assert await files.names() <= {"arrivals"}
+    assert await files.names() <= {"arrivals", "listed"}
 
 
 async def test_a_file_that_a_batch_reads_outlives_its_time(files: BatchWorld) -> None:
@@ -147,3 +147,12 @@ async def test_files_are_paged_in_the_order_of_their_uploads(files: BatchWorld) 
     assert await page(None, ascending=True, limit=10) == [f"file-{number}" for number in range(5)]
     assert await page(None, ascending=True, purpose="batch_output") == []
     assert await page("file-theirs", ascending=True) is None
+
+    for id in ("file-3", "file-2"):  # deleted as they are listed
+        await files.files.delete(id)
+    assert await page("file-3", ascending=False) == ["file-1", "file-0"]
+    assert await page("file-2", ascending=True) == ["file-4"]
+    await files.files.delete("file-theirs")
+    assert await page("file-theirs", ascending=True) is None
+    assert await page("file-none", ascending=True) is None
+    assert 0 < await files.redis.pttl(files.key("listed", "files", "=alice", "file-3")) <= 600_000
