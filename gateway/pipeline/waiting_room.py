@@ -9,6 +9,7 @@ no polling.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
+from typing import NoReturn
 
 import anyio
 
@@ -132,7 +133,7 @@ class WaitingRoom:
             PolicyChanged: it must be decided again.
         """
         if self._is_closed:
-            raise Draining
+            await self._turn_away(ticket, None)
         offer = None
         if ranking is not None and ranking.first is not None:
             if (slot := self._at_once(ticket, ranking.first)) is not None:
@@ -157,12 +158,18 @@ class WaitingRoom:
             del self._waiters[ticket.id]
             self.line.leave(ticket.id)
             self.look()  # offers to this request and reservations for it are free again
+        if isinstance(waiter.error, Draining):
+            await self._turn_away(ticket, waiter.place)
         if waiter.place is None:
             raise waiter.error or PolicyChanged
-        if isinstance(waiter.error, Draining):  # the room was closed before it could take its place
-            await self.release(ticket, waiter.place[1], answered=False)
-            raise waiter.error
         return waiter.place
+
+    async def _turn_away(self, ticket: Ticket, place: tuple[Candidate, Slot] | None) -> NoReturn:
+        if place is not None:  # the room was closed before it could take it
+            await self.release(ticket, place[1], answered=False)
+        # A job's worker has cancelled it, and returns it: no failure, though the job hears of that late.
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        raise Draining
 
     async def release(self, ticket: Ticket, slot: Slot, *, answered: bool) -> None:
         """Release a slot and let the next request start. `answered`: whether its request got a token."""

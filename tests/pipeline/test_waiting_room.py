@@ -262,6 +262,35 @@ async def test_a_place_that_is_granted_when_the_room_is_closed_is_given_back() -
     assert ledger.load("light-0") == Load()
 
 
+class AskedToTheEnd(FarAway):
+    """Whoever asks waits for the answer, cancelled or not, as that of a shared store."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_answer = anyio.Event()
+
+    async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
+        with anyio.CancelScope(shield=True):
+            await self.may_answer.wait()
+        return await super().acquire(backend_id, claim, limits)
+
+
+async def test_a_job_that_its_worker_takes_back_as_the_room_is_closed_has_not_failed() -> None:
+    ledger = AskedToTheEnd()
+    world = World(ledger)
+
+    with anyio.fail_after(3):
+        async with anyio.create_task_group() as asking:
+            asking.start_soon(world.run, world.request(is_job=True))
+            await anyio.wait_all_tasks_blocked()
+            asking.cancel_scope.cancel()  # as the worker does
+            world.pipeline.end()
+            ledger.may_answer.set()
+
+    assert [record.ending for record in world.notes.requests] == [Ending.LEFT]
+    assert ledger.load("light-0") == Load()
+
+
 @pytest.mark.parametrize("late", [0, 10])
 async def test_a_place_that_is_granted_when_its_caller_leaves_is_given_back(late: int) -> None:
     ledger = GrantedTooLate(late)
