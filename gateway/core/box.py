@@ -387,11 +387,15 @@ def advance(box: Box, event: Event, now: float, rules: BoxRules) -> Step:
             return _observed(box, event, now, rules)
         case OwnershipTaken():
             return _taken_over(box, event, now, rules)
-        case Inspected(number, found) if number == box.number:
+        case Inspected(number, found) if number == box.number and box.state in _INSPECTING:
             return _inspected(box, found, now, rules)
         case TaskEnded(number, failure) if number == box.number:
             return _task_ended(box, failure, now, rules)
     return box, ()
+
+
+_INSPECTING = frozenset({State.UNKNOWN, State.BOOTING, State.FAILED})
+"""In another state, what was found is of no use any more: a boot's budget was over before it was known."""
 
 
 def _enter(box: Box, state: State, now: float, reason: str) -> Box:

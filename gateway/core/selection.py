@@ -29,6 +29,10 @@ from gateway.core.values import (
     Weights,
 )
 
+CACHED_MIN_TOKENS = 1_000
+"""Of shorter prompts, nothing counts as cached. A choice: an H100 reads them in less than 0.2 s
+(docs/measurements.md), and as all replicas are alike for them, one is compared instead of two."""
+
 
 @valueclass(frozen=True, slots=True)
 class BackendView:
@@ -410,14 +414,16 @@ def _promising_in(
     """
     kinds, backends = policy.kinds, policy.backends
     fit: dict[int | float, tuple[int, Case]] = {}  # (place, case) by place, or by -prefix_share for replicas
-    leads: dict[float, Case] = {}  # the backends whose replicas are thinned out, by prefix_share
+    leads: dict[float, Case] = {}  # the backends whose replicas are thinned out, by what counts as cached
+    counts_cached = _counts_cached(demand)
     kind: int | None = None
     case: Case | None = None
     for place, name in enumerate(pool.backends, 1):
         view = views.get(name)
         if view is None:
             continue
-        lead = leads.get(view.prefix_share)
+        cached = view.prefix_share if counts_cached else 0.0
+        lead = leads.get(cached)
         if (
             lead is not None
             and kinds.get(name) == kind
@@ -442,7 +448,7 @@ def _promising_in(
             and (kind is None or kinds[name] == kind)
             and _thins_out(policy.weights)
         ):
-            leads[view.prefix_share], kind = case, kinds[name]
+            leads[cached], kind = case, kinds[name]
             fit[-view.prefix_share] = place, case
         else:
             fit[place] = place, case
@@ -467,12 +473,11 @@ def consider(
     `before` is the case of the same request and another backend of the pool. If the two are replicas, its
     claim and limits are reused.
     """
-    if before is not None and _are_alike(view, before.view):
+    if before is not None and _are_alike(view, before.view, demand):
         capacity, claim, most = before.capacity, before.claim, before.limits
     else:
         capacity = view.capacity
-        # The share is one of bytes, which says little about the tokens where some of them are of an image.
-        cached = 0.0 if demand.images or demand.audios else view.prefix_share
+        cached = view.prefix_share if _counts_cached(demand) else 0.0
         work_s = admission.prefill_s(view.backend, demand, cached)
         claim = admission.claim(capacity, demand, pool.gates, work_s, cached)
         most = admission.limits(capacity, claim, pool.gates, view.share_max, view.kv_taken)
@@ -489,12 +494,20 @@ def consider(
     return Case(demand, view, capacity, pool, claim, most, tightened)
 
 
-def _are_alike(one: BackendView, other: BackendView) -> bool:
+def _counts_cached(demand: Demand) -> bool:
+    """Return whether what a backend has seen of a prompt counts as cached there.
+
+    The share of it is one of bytes, which says little about the tokens where some of them are of an image.
+    """
+    return demand.prompt_tokens >= CACHED_MIN_TOKENS and not demand.images and not demand.audios
+
+
+def _are_alike(one: BackendView, other: BackendView, demand: Demand) -> bool:
     """Return whether a request has the same claim and the same limits on both."""
     a, b = one.backend, other.backend
     return (
         a.capacity is b.capacity  # backends of one profile share the object
-        and one.prefix_share == other.prefix_share
+        and (one.prefix_share == other.prefix_share or not _counts_cached(demand))
         and admission.read_alike(a, b)
         and _same_state(one, other)
     )

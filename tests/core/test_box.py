@@ -386,6 +386,17 @@ def test_a_report_of_what_was_given_up_meanwhile_changes_nothing() -> None:
         assert (box.at, box.orders) == ((State.DRAINING, "qwen", "gemma"), ())
 
 
+@pytest.mark.parametrize("found", [(), ("qwen",), ("gemma",)], ids=["none", "it", "another"])
+def test_what_is_found_after_the_budget_of_a_boot_changes_nothing(found: tuple[str, ...]) -> None:
+    box = booting_qwen().on(OwnershipTaken(is_first=True))
+    assert box.ordered == [(Task.INSPECT, "")]
+    box.look(600)
+    before = box.box
+
+    assert box.found(*found).box is before
+    gemma_is_booted_instead(box)
+
+
 def test_a_command_that_fails_is_tried_again_twice() -> None:
     box = gemma_resident().look(wants=QWEN_WANTED).look(wants=QWEN_WANTED)
     for pause_s in COMMAND_PAUSES_S:

@@ -49,12 +49,15 @@ async def test_an_answer_in_one_piece_counts_as_read_when_it_should_be(world: Wo
 
 
 @pytest.mark.parametrize(
-    ("affinity", "prefill_ms"), [(0.2, 250), (0.0, 1_000)], ids=["cached", "told-that-nothing-is"]
+    ("affinity", "tokens", "prefill_ms"),
+    [(0.2, 1_000, 2_500), (0.0, 1_000, 10_000), (0.2, 999, 9_990)],
+    ids=["cached", "told-that-nothing-is", "short"],
 )
 async def test_what_a_backend_has_seen_of_a_conversation_is_not_read_again(
-    world: World, affinity: float, prefill_ms: int
+    world: World, affinity: float, tokens: int, prefill_ms: int
 ) -> None:
     measured(world)
+    world.estimates.tokens = tokens
     world.policy = replace(world.policy, weights=Weights(prefix_affinity=affinity))
     gate = anyio.Event()
     world.answers(light_0=Script([WHOLE]))
