@@ -78,15 +78,6 @@ async def test_the_fleet_is_taken_as_it_stands(fleet: Site) -> None:
     assert candidate(busy, "light")["load"]["seqs"] == 3
 
 
-async def test_an_engine_that_says_that_it_caches_no_prefixes_holds_none(fleet: Site) -> None:
-    """As a simulated one does: there is none in it."""
-    await sent(fleet)
-
-    with anyio.fail_after(20):  # until its metrics are read
-        while candidate((await asked(fleet, request=CHAT)).json(), "light")["scores"]["prefix_affinity"]:
-            pass
-
-
 async def test_a_backend_that_has_gone_is_out(fleet: Site) -> None:
     await fleet.backends["light"].stop()
     await fleet.eventually(lambda: fleet.gateway.fleet.statuses()["light"].state.value != "up")
