@@ -48,9 +48,10 @@ MESSAGE_CHARS_MAX = 4_000
 """Maximum characters of a backend's message that are examined, and that a caller gets. A choice: an engine
 may quote the whole request, and to search a megabyte for what it says takes seconds."""
 
-_UNSAID = "The backend refused the request without saying why."
 _MESSAGE_BYTES_MAX = 6 * MESSAGE_CHARS_MAX
 """The same in bytes of JSON, where a character is up to six (`\\u0000`)."""
+
+_UNSAID = "The backend refused the request without saying why."
 
 _MESSAGE = re.compile(
     r'\s*\{\s*(?:"error"\s*:\s*\{\s*)?"(?:message|detail)"\s*:\s*'

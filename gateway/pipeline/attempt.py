@@ -129,11 +129,14 @@ class Attempt:
         An answer that has begun ends if its backend is silent for another `silence_s`.
         """
         if not self._context.is_answered:
+            ends_at = -inf
+        elif self._is_stalled:
+            return
+        else:
+            ends_at = self._now() + silence_s
+        if ends_at < self._deadline.at:
             self._is_given_up = True
-            self._deadline.move(-inf)
-        elif not self._is_stalled:
-            self._is_given_up = True
-            self._deadline.move(min(self._deadline.at, self._now() + silence_s))
+            self._deadline.move(ends_at)
 
     def cut(self) -> None:
         """End the attempt, answered or not, because this process is shutting down: its caller is told."""

@@ -979,6 +979,19 @@ async def test_a_stream_already_answered_ends_if_a_backend_that_is_gone_stays_si
     assert world.notes.attempts[0].detail == "The backend stopped responding."
 
 
+async def test_a_stream_that_nothing_more_comes_of_says_for_how_long(world: World) -> None:
+    """On a backend that hangs, it has the time of any other."""
+    impatient(world, idle_s=0.05)
+    world.answers(light_0=Script([ROLE + HELLO, anyio.Event()]))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request())
+        await anyio.wait_all_tasks_blocked()
+        world.pipeline.abort_attempts("light-0")
+
+    assert world.notes.attempts[0].detail == "The backend did not send anything for 0.05 s."
+
+
 # ---------------------------------------------------------------- the end of the process
 
 

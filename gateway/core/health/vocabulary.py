@@ -344,9 +344,6 @@ Event = ProbeOk | ProbeFailed | ModelsFailed | Sample | SampleFailed | Attempt |
 # ------------------------------------------------------------------ questions
 
 
-_USABLE = frozenset({State.UP, State.PROBATION, State.UNKNOWN})
-
-
 _LOST = frozenset({State.HUNG, State.DOWN})
 
 
@@ -361,6 +358,9 @@ _ENDED = frozenset({State.BOOTING, State.DOWN, State.OUT})
 def has_ended(status: BackendStatus) -> bool:
     """Return whether the process that it was is there no more, as far as can be told."""
     return status.state in _ENDED
+
+
+_USABLE = frozenset({State.UP, State.PROBATION, State.UNKNOWN})
 
 
 def usable(status: BackendStatus) -> bool:
