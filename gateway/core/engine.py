@@ -15,7 +15,10 @@ The scheduler is vLLM V1's, as far as throughput and latency depend on it:
 
 A sequence's first token comes at the end of the step that completes its prompt; from then on it gains
 `accept` tokens per step. A sequence that can never fit the cache blocks the queue behind it forever, as in
-vLLM (#39734). There is no prefix cache.
+vLLM (#39734).
+
+Of a prompt submitted with the keys of its blocks, those in the prefix cache are not computed again. A sequence
+counts the KV blocks of its whole context nevertheless, also of what it shares with others.
 """
 
 from collections import deque
@@ -25,6 +28,7 @@ from typing import Protocol
 
 from gateway.core.kv import KvFormula
 from gateway.core.perf import PerfModel
+from gateway.core.prefix_cache import BLOCK_TOKENS, PrefixCache
 from gateway.core.profile import EngineFlags
 from gateway.core.value import valueclass
 from gateway.core.values import Capacity
@@ -63,6 +67,9 @@ class _Seq:
     held: int = 0  # KV blocks
     room: int = 0  # context length for which its blocks suffice
     aborted: bool = False
+    keys: SequenceOf[int] = ()  # of its blocks in the prefix cache
+    cached: int = 0  # how many of these it uses
+    found_tokens: int = 0  # of the prompt, when it was first admitted
 
     @property
     def context(self) -> int:
@@ -109,6 +116,8 @@ class Engine:
         kv: The formula for blocks; None for an unlimited cache.
         kv_blocks: Size of the block pool; None likewise.
         preemptions: Sequences preempted since the start.
+        queried_tokens: Prompt tokens admitted since the start.
+        found_tokens: How many of these were in the prefix cache.
     """
 
     perf: PerfModel
@@ -116,6 +125,9 @@ class Engine:
     kv: KvFormula | None = None
     kv_blocks: int | None = None
     preemptions: int = 0
+    queried_tokens: int = 0
+    found_tokens: int = 0
+    _prefixes: PrefixCache = field(default_factory=PrefixCache)
     _decoding: list[_Seq] = field(default_factory=list)  # in order of admission
     _prefilling: list[_Seq] = field(default_factory=list)  # all newer than every decoding one
     _waiting: deque[_Seq] = field(default_factory=deque)
@@ -156,13 +168,19 @@ class Engine:
 
     # -------------------------------------------------------------- requests
 
-    def submit(self, seq_id: int, prompt_tokens: int, output_tokens: int) -> None:
-        """Queue a sequence of `prompt_tokens` that will end after `output_tokens` (both at least 1)."""
+    def submit(
+        self, seq_id: int, prompt_tokens: int, output_tokens: int, keys: SequenceOf[int] = ()
+    ) -> None:
+        """Queue a sequence of `prompt_tokens` that will end after `output_tokens` (both at least 1).
+
+        `keys`: of each whole block (`prefix_cache.BLOCK_TOKENS`) of the prompt, and of the output as far as
+        they are known: a key stands for everything up to the end of its block. Without, nothing is cached.
+        """
         if seq_id in self._seqs:
             raise ValueError(f"sequence {seq_id} is already in the engine")
         if prompt_tokens < 1 or output_tokens < 1:
             raise ValueError("a sequence has at least one prompt and one output token")
-        seq = _Seq(seq_id, prompt_tokens, output_tokens, target=prompt_tokens)
+        seq = _Seq(seq_id, prompt_tokens, output_tokens, target=prompt_tokens, keys=keys)
         self._seqs[seq_id] = seq
         self._waiting.append(seq)
 
@@ -180,6 +198,14 @@ class Engine:
             if seq in members:
                 members.remove(seq)
         return True
+
+    def cached_tokens(self, seq_id: int) -> int:
+        """Return how many prompt tokens of a sequence were in the prefix cache when it left the queue."""
+        return self._seqs[seq_id].found_tokens
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, except for what sequences use."""
+        self._prefixes.clear()
 
     # -------------------------------------------------------------- steps
 
@@ -289,9 +315,10 @@ class Engine:
             if budget == 0:
                 return 0, True
             chunk = min(budget, seq.target - seq.computed)
-            if not self._take(seq, self._chunk_blocks(seq, chunk)):
+            if not self._take(seq, self._chunk_blocks(seq.computed, chunk)):
                 return budget, True
             self._step_chunks.append((seq, chunk))
+            self._note_cached(seq, seq.computed + chunk)
             budget -= chunk
         return budget, False
 
@@ -299,17 +326,38 @@ class Engine:
         started: list[int] = []
         while self._waiting and budget > 0 and self.running < self.max_num_seqs:
             seq = self._waiting[0]
-            chunk = min(budget, seq.target)
             if self.flags.reserve_full_isl and self._blocks(seq.target) > self._free_blocks():
                 break
-            if not self._take(seq, self._chunk_blocks(seq, chunk)):
+            # The last token is always computed: the next one follows from it.
+            found = min(self._prefixes.found(seq.keys), (seq.target - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+            chunk = min(budget, seq.target - found)
+            blocks = self._chunk_blocks(found, chunk)
+            if blocks > self._free_blocks():
                 break
+            self._note_found(seq, found)  # before it takes blocks, which may be these
+            self._take(seq, blocks)
             self._waiting.popleft()
             self._prefilling.append(seq)
             self._step_chunks.append((seq, chunk))
+            self._note_cached(seq, found + chunk)
             started.append(seq.id)
             budget -= chunk
         return started
+
+    def _note_found(self, seq: _Seq, tokens: int) -> None:
+        seq.computed = tokens
+        self._note_cached(seq, tokens)
+        if seq.generated == 0:
+            seq.found_tokens = tokens
+            self.queried_tokens += seq.prompt
+            self.found_tokens += tokens
+
+    def _note_cached(self, seq: _Seq, computed: int) -> None:
+        """Use the blocks that are computed, from now on: vLLM finds them in the same step already."""
+        whole = min(len(seq.keys), computed // BLOCK_TOKENS)
+        if whole > seq.cached:
+            self._prefixes.use(seq.keys[seq.cached : whole])
+            seq.cached = whole
 
     def _duration_s(self) -> float:
         attention = sum(chunk * (seq.computed + chunk / 2) for seq, chunk in self._step_chunks)
@@ -327,9 +375,9 @@ class Engine:
     def _blocks(self, context: int) -> int:
         return self.kv.blocks(context) if self.kv is not None else 0
 
-    def _chunk_blocks(self, seq: _Seq, chunk: int) -> int:
+    def _chunk_blocks(self, computed: int, chunk: int) -> int:
         """Return the blocks held during a chunk: every sliding layer keeps its window plus the chunk."""
-        return self.kv.boot_blocks(seq.computed + chunk, chunk) if self.kv is not None else 0
+        return self.kv.boot_blocks(computed + chunk, chunk) if self.kv is not None else 0
 
     def _free_blocks(self) -> int:
         return self.kv_blocks - self._used if self.kv_blocks is not None else 1 << 62
@@ -340,6 +388,7 @@ class Engine:
             return False
         self._used += blocks - seq.held
         seq.held = blocks
+        self._prefixes.shrink(self._free_blocks())
         return True
 
     def _hold(self, seq: _Seq, context: int) -> None:
@@ -356,5 +405,12 @@ class Engine:
             seq.room = -(-context // page) * page
 
     def _free(self, seq: _Seq) -> None:
+        if seq.cached:
+            tokens = seq.cached * BLOCK_TOKENS
+            if seq.computed == seq.target:  # with its output
+                tokens = seq.context
+                self._note_cached(seq, tokens)
+            self._prefixes.release(seq.keys[: seq.cached], seq.held * BLOCK_TOKENS / tokens)
+            seq.cached = 0
         self._used -= seq.held
         seq.held = 0

@@ -303,3 +303,131 @@ def test_steps_are_scheduled_and_completed_in_turn() -> None:
     server.schedule()
     with pytest.raises(RuntimeError, match="not been completed"):
         server.schedule()
+
+
+def test_a_prompt_that_was_computed_before_is_found_but_for_its_last_block() -> None:
+    """As vLLM 0.32 with Gemma 4: 512 of a repeated prompt of 613 tokens (`prefix_cache.BLOCK_TOKENS`)."""
+    server = engine(budget=1000)
+    for seq_id in (1, 2):
+        server.submit(seq_id, prompt_tokens=613, output_tokens=1, keys=range(4))
+        assert server.schedule() is not None
+        assert server.cached_tokens(seq_id) == (0, 512)[seq_id - 1]
+        assert server.complete().first == [seq_id]
+
+    assert (server.queried_tokens, server.found_tokens) == (2 * 613, 512)
+
+
+def test_what_is_found_is_not_computed_again() -> None:
+    server = engine(budget=1000)
+    server.submit(1, prompt_tokens=300, output_tokens=1, keys=[7, 8])
+    step(server)
+    server.submit(2, prompt_tokens=400, output_tokens=1, keys=[7, 8, 9])
+
+    assert step(server)[0] == 1 + 2 + 4 * 144 + 0.0625 * 144 * (256 + 72)
+
+
+def test_a_prompt_of_whole_blocks_computes_the_last_one_again() -> None:
+    server = engine(budget=1000)
+    for seq_id in (1, 2):
+        server.submit(seq_id, prompt_tokens=256, output_tokens=1, keys=[7, 8])
+        step(server)
+
+    assert server.found_tokens == 128
+
+
+def test_a_prompt_is_found_from_its_beginning_on_or_not_at_all() -> None:
+    server = engine(budget=1000)
+    server.submit(1, prompt_tokens=400, output_tokens=1, keys=[1, 2, 3])
+    step(server)
+    server.submit(2, prompt_tokens=400, output_tokens=1, keys=[4, 2, 3])
+    step(server)
+
+    assert server.found_tokens == 0
+
+
+def test_two_with_the_same_beginning_in_one_step_share_it() -> None:
+    server = engine(budget=1000)
+    for seq_id in (1, 2):
+        server.submit(seq_id, prompt_tokens=300, output_tokens=1, keys=[7, 8])
+    step(server)
+
+    assert server.found_tokens == 256
+
+
+def test_an_answer_whose_keys_are_known_is_found_with_its_prompt() -> None:
+    server = engine(budget=1000)
+    server.submit(1, prompt_tokens=130, output_tokens=130, keys=[1, 2])
+    while server.running or server.waiting:
+        step(server)
+    server.submit(2, prompt_tokens=300, output_tokens=1, keys=[1, 2])
+    step(server)
+
+    assert server.found_tokens == 256
+
+
+def test_blocks_that_others_need_are_given_up_the_least_recently_used_and_the_end_first() -> None:
+    server = engine(budget=1000, blocks=40)  # of 16 tokens
+    for seq_id, keys in ((1, [11, 12]), (2, [21, 22]), (3, [31])):
+        server.submit(seq_id, prompt_tokens=16 * len(keys) * 8, output_tokens=1, keys=keys)
+        step(server)
+    server.submit(4, prompt_tokens=8, output_tokens=1)  # needs one; the others keep forty
+    step(server)
+    found = []
+    for seq_id, keys in ((5, [31, 0]), (6, [21, 22, 0]), (7, [11, 0])):
+        server.submit(seq_id, prompt_tokens=128 * len(keys) - 100, output_tokens=1, keys=keys)
+        assert server.schedule() is not None
+        found.append(server.cached_tokens(seq_id))
+        server.abort(seq_id)
+        server.complete()
+
+    assert found == [128, 256, 128]
+
+
+def test_a_sequence_keeps_what_it_found_when_it_takes_the_last_blocks() -> None:
+    server = engine(budget=1000, blocks=17)
+    server.submit(1, prompt_tokens=256, output_tokens=1, keys=[1, 2])
+    step(server)
+    server.submit(2, prompt_tokens=260, output_tokens=1, keys=[1, 2])
+    assert server.schedule() is not None
+
+    assert server.cached_tokens(2) == 256
+    assert server.kv_usage == 1.0
+
+
+def test_a_preempted_sequence_finds_what_nobody_has_taken_since() -> None:
+    server = engine(budget=1000, blocks=34)
+    server.submit(1, prompt_tokens=250, output_tokens=40)  # takes a block of the other's when that has left
+    server.submit(2, prompt_tokens=257, output_tokens=30, keys=[11, 12])
+    again: float | None = None
+    preempted: list[int] = []
+    while (batch := server.schedule()) is not None:
+        preempted += batch.preempted
+        again = batch.duration_s if preempted and batch.started else again
+        server.complete()
+
+    assert preempted == [2]
+    assert again == 1 + 2 + 4 * (273 - 128) + 0.0625 * (273 - 128) * (128 + (273 - 128) / 2)
+    assert (server.found_tokens, server.kv_usage) == (0, 0)  # of the prompt, nothing when it was admitted
+
+
+def test_a_forgotten_prompt_is_computed_again() -> None:
+    server = engine(budget=1000)
+    server.submit(1, prompt_tokens=300, output_tokens=1, keys=[7, 8])
+    step(server)
+    server.forget_prefixes()
+    server.submit(2, prompt_tokens=300, output_tokens=1, keys=[7, 8])
+    step(server)
+
+    assert server.found_tokens == 0
+
+
+def test_an_aborted_sequence_leaves_what_it_computed() -> None:
+    server = engine(budget=150)
+    server.submit(1, prompt_tokens=600, output_tokens=1, keys=[1, 2, 3, 4])
+    step(server)
+    step(server)
+    server.abort(1)
+    server.submit(2, prompt_tokens=600, output_tokens=1, keys=[1, 2, 3, 4])
+    server.schedule()
+
+    assert server.cached_tokens(2) == 256
