@@ -392,6 +392,8 @@ class Gateway:
             self._store.exchange.publish_now()
 
     def _backend_sampled(self, backend_id: str, engine: EngineSample) -> None:
+        if not engine.caches_prefixes:
+            self.pipeline.forget_prefixes(backend_id)
         if self._store is not None and self._store.keeps_to_part:
             self.counts.forget(backend_id)  # what the other gateways hold there is unknown
             return

@@ -441,7 +441,7 @@ class PrefixIndex(Protocol):
         """Record that a backend now has these prefixes cached."""
 
     def forget(self, backend_id: str) -> None:
-        """Record that a backend has nothing cached any more: its process has ended."""
+        """Record that a backend has nothing cached: its process has ended, or keeps no cache."""
 
 
 class JobStore(Protocol):

@@ -17,8 +17,8 @@ A sequence's first token comes at the end of the step that completes its prompt;
 `accept` tokens per step. A sequence that can never fit the cache blocks the queue behind it forever, as in
 vLLM (#39734).
 
-Of a prompt submitted with the keys of its blocks, those in the prefix cache are not computed again. A sequence
-counts the KV blocks of its whole context nevertheless, also of what it shares with others.
+Of a prompt submitted with the keys of its blocks, those in the prefix cache are not computed again. A
+sequence counts the KV blocks of its whole context nevertheless, also of what it shares with others.
 """
 
 from collections import deque
@@ -168,9 +168,7 @@ class Engine:
 
     # -------------------------------------------------------------- requests
 
-    def submit(
-        self, seq_id: int, prompt_tokens: int, output_tokens: int, keys: SequenceOf[int] = ()
-    ) -> None:
+    def submit(self, seq_id: int, prompt_tokens: int, output_tokens: int, keys: SequenceOf[int] = ()) -> None:
         """Queue a sequence of `prompt_tokens` that will end after `output_tokens` (both at least 1).
 
         `keys`: of each whole block (`prefix_cache.BLOCK_TOKENS`) of the prompt, and of the output as far as

@@ -338,7 +338,7 @@ class Pipeline:
             attempt.give_up(silence_s)
 
     def forget_prefixes(self, backend_id: str) -> None:
-        """Take it that a backend has no conversation in its prefix cache: its process has ended."""
+        """Take it that a backend has no conversation in its prefix cache: it has ended, or keeps none."""
         self._prefixes.forget(backend_id)
 
     async def _place_with_comments(self, context: RequestContext, ticket: Ticket, since: float) -> None:

@@ -165,6 +165,7 @@ class Application:
             host.engine,
             options.profile,
             options.model,
+            prefix_caching=options.prefix_caching,
             held=host.held_seats,
             sleep_level=self._backplane.sleep_level,
         )
@@ -259,10 +260,10 @@ class Application:
             return
         asked = _understood(lambda: read(data, backplane.options))
         asked.refuse_by_length()
-        counts = await _offload(asked.chars, lambda: [prompt.count() for prompt in asked.prompts])
-        if not all(counts):
+        counted = await _offload(asked.chars, asked.counted)
+        if not all(count for count, _ in counted):
             raise refusals.bad_request("The decoder prompt cannot be empty")
-        call = asked.call(counts)
+        call = asked.call(counted)
         if fault is not None and fault.fault in NONSENSE:
             call = replace(call, scripts=tuple(spoilt(script, fault.fault) for script in call.scripts))
         limit = backplane.options.max_num_queued_reqs

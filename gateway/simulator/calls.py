@@ -55,6 +55,7 @@ class Delivery:
         with_reasoning: Whether to include the thought.
         with_ids: Whether to include token ids.
         with_prompt_text: Whether to include the rendered prompt.
+        with_prompt_details: Whether usage says how much of the prompt was cached.
         role: Role of the message.
     """
 
@@ -66,6 +67,7 @@ class Delivery:
     with_reasoning: bool = True
     with_ids: bool = False
     with_prompt_text: bool = False
+    with_prompt_details: bool = False
     role: str = "assistant"
 
 
@@ -77,6 +79,7 @@ class Call:
         delivery: How to send the answer.
         prompts: One, or those of a completion.
         prompt_tokens: Length of each.
+        prompt_keys: Keys of the blocks of each in the prefix cache.
         scripts: The content of each choice; those of one prompt are adjacent.
         max_tokens: The output limit, requested or default, for the metrics.
     """
@@ -84,6 +87,7 @@ class Call:
     delivery: Delivery
     prompts: tuple[Rendered, ...]
     prompt_tokens: tuple[int, ...]
+    prompt_keys: tuple[Sequence[int], ...]
     scripts: tuple[Script, ...]
     max_tokens: int
 
@@ -123,8 +127,14 @@ class ParsedCall:
             if self.sampling.truncate is None and prompt.chars > chars_max:
                 raise too_many_chars(window, prompt.chars, chars_max)
 
-    def call(self, counts: Sequence[int]) -> Call:
-        """Return the call for prompts of these lengths.
+    def counted(self) -> list[tuple[int, Sequence[int]]]:
+        """Return the length of each prompt, and the keys of its blocks in the prefix cache if it has one."""
+        if self.options.prefix_caching and self.sampling.truncate is None:
+            return [prompt.counted() for prompt in self.prompts]
+        return [(prompt.count(), ()) for prompt in self.prompts]
+
+    def call(self, counted: Sequence[tuple[int, Sequence[int]]]) -> Call:
+        """Return the call for prompts of which `counted` says this.
 
         An output limit that does not fit beside the prompt is silently reduced, as in vLLM.
 
@@ -132,6 +142,7 @@ class ParsedCall:
             Refusal: a prompt leaves no room for a single token.
         """
         window = self.options.profile.capacity.context_tokens
+        counts = [count for count, _ in counted]
         if self.sampling.truncate is not None:
             counts = [min(count, self.sampling.truncate) for count in counts]
         if max(counts) >= window:
@@ -142,7 +153,8 @@ class ParsedCall:
             for index in range(self.sampling.choices)
         ]
         max_tokens = self.max_tokens or window - counts[0]
-        return Call(self.delivery, self.prompts, tuple(counts), tuple(scripts), max_tokens)
+        keys = tuple(keys for _, keys in counted)
+        return Call(self.delivery, self.prompts, tuple(counts), keys, tuple(scripts), max_tokens)
 
     def _script(self, prompt: Rendered, tokens_max: int, index: int) -> Script:
         options, sampling = self.options, self.sampling
@@ -205,7 +217,7 @@ def read_chat(data: dict[str, Any], options: SimulatorOptions) -> ParsedCall:
     thinking = _is_thinking(members, kwargs, options)
     continue_final = members.boolean("continue_final_message")
     generation_prompt = members.boolean("add_generation_prompt", True)
-    delivery = _delivery(members, is_chat=True)
+    delivery = _delivery(members, options, is_chat=True)
     sampling = read_sampling(members)
     limit = members.integer("max_completion_tokens")
     fallback = members.integer("max_tokens")
@@ -257,7 +269,7 @@ def read_chat(data: dict[str, Any], options: SimulatorOptions) -> ParsedCall:
 def read_completion(data: dict[str, Any], options: SimulatorOptions) -> ParsedCall:
     """Parse the body of /v1/completions. Raises as `read_chat`."""
     members = Members(data)
-    delivery = _delivery(members, is_chat=False)
+    delivery = _delivery(members, options, is_chat=False)
     sampling = read_sampling(members)
     max_tokens = members.integer("max_tokens")
     members.finish()
@@ -276,7 +288,7 @@ def read_completion(data: dict[str, Any], options: SimulatorOptions) -> ParsedCa
 # ------------------------------------------------------------------ common to both
 
 
-def _delivery(members: Members, *, is_chat: bool) -> Delivery:
+def _delivery(members: Members, options: SimulatorOptions, *, is_chat: bool) -> Delivery:
     stream_options = members.object("stream_options")
     messages = members.data.get("messages")
     role = "assistant"
@@ -292,6 +304,7 @@ def _delivery(members: Members, *, is_chat: bool) -> Delivery:
         with_reasoning=members.boolean("include_reasoning", True),
         with_ids=members.boolean("return_token_ids"),
         with_prompt_text=members.boolean("return_prompt_text"),
+        with_prompt_details=options.prompt_tokens_details,
         role=role,
     )
 

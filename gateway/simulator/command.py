@@ -96,6 +96,19 @@ def _list_profiles(context: click.Context, _: click.Parameter, profile: str) -> 
     "--max-num-queued-reqs", type=click.IntRange(min=1), help="Requests it holds before it answers 503."
 )
 @click.option(
+    "--enable-prefix-caching/--no-enable-prefix-caching",
+    "prefix_caching",
+    default=True,
+    show_default=True,
+    help="Whether it computes what prompts have in common once.",
+)
+@click.option(
+    "--enable-prompt-tokens-details",
+    "prompt_tokens_details",
+    is_flag=True,
+    help="Say in `usage` how much of a prompt was cached.",
+)
+@click.option(
     "--shutdown-timeout",
     default=0.0,
     show_default=True,
@@ -130,6 +143,8 @@ def simulate(
     seed: int,
     accept: float | None,
     max_num_queued_reqs: int | None,
+    prefix_caching: bool,
+    prompt_tokens_details: bool,
     shutdown_timeout: float,
     answer_tokens: int,
     thought_tokens: int,
@@ -168,6 +183,8 @@ def simulate(
         thought_tokens=thought_tokens,
         fault=order,
         quirks=frozenset(Quirk(quirk) for quirk in quirks),
+        prefix_caching=prefix_caching,
+        prompt_tokens_details=prompt_tokens_details,
     )
 
     def ready(url: str) -> None:

@@ -37,16 +37,19 @@ class Seat:
     Attributes:
         script: Its content.
         prompt_tokens: Length of its prompt.
+        keys: Keys of its prompt's blocks in the prefix cache.
         answer: The answer it belongs to.
         arrived, started, first, last: When it arrived, left the queue, and got its first and latest token.
         gained: Number of tokens produced so far.
         finish: Why it ended, once it has; "abort" if it was cut off.
         preemptions: How often it was preempted.
+        cached_tokens: How many tokens of its prompt were in the prefix cache.
         call_ids: Ids of its tool calls.
     """
 
     script: Script
     prompt_tokens: int
+    keys: Sequence[int]
     answer: "Answer"
     arrived: float
     gained: int = 0
@@ -55,6 +58,7 @@ class Seat:
     first: float = 0.0
     last: float = 0.0
     preemptions: int = 0
+    cached_tokens: int = 0
     call_ids: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,8 +83,9 @@ class Answer:
     def __init__(self, call: Call, was_left: Callable[[], bool]) -> None:
         now = anyio.current_time()
         self.seats = [
-            Seat(script, call.prompt_tokens[call.prompt_of(index)], self, now)
+            Seat(script, call.prompt_tokens[prompt], call.prompt_keys[prompt], self, now)
             for index, script in enumerate(call.scripts)
+            for prompt in [call.prompt_of(index)]
         ]
         self.is_dead = False
         self.has_left = False
@@ -203,7 +208,7 @@ class EngineHost:
         for seat in answer.seats:
             number = next(self._numbers)
             self._seats[number] = seat
-            self.engine.submit(number, seat.prompt_tokens, len(seat.script.tokens))
+            self.engine.submit(number, seat.prompt_tokens, len(seat.script.tokens), seat.keys)
         self._note_held()
         held = self.engine.running + self.engine.waiting
         self.tally.requests_peak = max(self.tally.requests_peak, held)
@@ -281,6 +286,7 @@ class EngineHost:
             seat = self._seats[number]
             if seat.started is None:
                 seat.started = now
+                seat.cached_tokens = self.engine.cached_tokens(number)
                 self.tally.observe("request_queue_time_seconds", now - seat.arrived)
         for number in batch.preempted:
             self._seats[number].preemptions += 1

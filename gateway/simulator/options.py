@@ -80,6 +80,8 @@ class SimulatorOptions:
         thought_tokens: Median length of a thought.
         fault: Order it starts with.
         quirks: Misbehaviour to show.
+        prefix_caching: Whether it computes what prompts have in common once.
+        prompt_tokens_details: Whether usage says how much of a prompt was cached.
         sleep_mode: Whether it has vLLM's routes for sleep, as in development mode with sleep enabled.
         sleep_s: How long it takes to fall asleep; a guess.
         wake_s: How long it takes to wake; a guess.
@@ -100,6 +102,8 @@ class SimulatorOptions:
     thought_tokens: int = 450
     fault: FaultOrder | None = None
     quirks: frozenset[Quirk] = frozenset()
+    prefix_caching: bool = True
+    prompt_tokens_details: bool = False
     sleep_mode: bool = False
     sleep_s: float = 2.0
     wake_s: float = 5.0

@@ -155,6 +155,7 @@ class Simulator:
             while not host.is_idle:
                 await next_look()
             if level > 0:
+                host.engine.forget_prefixes()
                 await anyio.sleep(self.options.sleep_s / self.options.speed)
             if level > 0 and self._memory is not None and not host.is_stopped:
                 self._memory.asleep()

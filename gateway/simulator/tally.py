@@ -183,6 +183,7 @@ class Tally:
         profile: Profile,
         model: str,
         *,
+        prefix_caching: bool = True,
         held: int = 0,
         sleep_level: int | None = None,
     ) -> bytes:
@@ -190,13 +191,16 @@ class Tally:
 
         Args:
             engine, profile, model: What is served.
+            prefix_caching: Whether the engine has a prefix cache.
             held: Sequences that wait because the engine is asleep.
             sleep_level: How deep it sleeps; None if it is awake.
         """
         name = f'model_name="{model}"'
         labels = f'engine="0",{name}'
         lines: list[str] = []
-        for metric, series in self._simple(engine, profile, name, labels, held, sleep_level).items():
+        simple = self._simple(engine, name, labels, held, sleep_level)
+        simple["vllm:cache_config_info"] = {_cache_config(profile, prefix_caching): 1.0}
+        for metric, series in simple.items():
             kind = "counter" if metric.endswith("_total") else "gauge"
             lines += (f"# HELP {metric} {_HELP[metric]}", f"# TYPE {metric} {kind}")
             lines += (f"{metric}{{{labels}}} {value}" for labels, value in series.items())
@@ -206,9 +210,9 @@ class Tally:
         return ("\n".join(lines) + "\n").replace("{}", "").encode()
 
     def _simple(
-        self, engine: Engine, profile: Profile, name: str, labels: str, held: int, sleep_level: int | None
+        self, engine: Engine, name: str, labels: str, held: int, sleep_level: int | None
     ) -> dict[str, Series]:
-        """Return the values of all counters and gauges, in the order of the page."""
+        """Return the values of the counters and gauges, in the order of the page."""
         waiting = float(engine.waiting + held)
         return {
             "process_start_time_seconds": {"": self.started_wall_s},
@@ -223,11 +227,11 @@ class Tally:
                 for state, level in _SLEEP_STATES.items()
             },
             "vllm:kv_cache_usage_perc": {labels: engine.kv_usage},
-            "vllm:prefix_cache_queries_total": {labels: 0.0},
-            "vllm:prefix_cache_hits_total": {labels: 0.0},
+            "vllm:prefix_cache_queries_total": {labels: float(engine.queried_tokens)},
+            "vllm:prefix_cache_hits_total": {labels: float(engine.found_tokens)},
             "vllm:num_preemptions_total": {labels: float(engine.preemptions)},
             "vllm:prompt_tokens_total": {labels: float(self.prompt_tokens)},
-            "vllm:prompt_tokens_cached_total": {labels: 0.0},
+            "vllm:prompt_tokens_cached_total": {labels: float(engine.found_tokens)},
             "vllm:generation_tokens_total": {labels: float(self.generation_tokens)},
             "vllm:request_success_total": {
                 f'engine="0",finished_reason="{reason}",{name}': float(count)
@@ -237,7 +241,6 @@ class Tally:
                 f'{name},reason="max_num_queued_reqs"': float(self.rejected),
                 f'{name},reason="max_num_queued_tokens"': 0.0,
             },
-            "vllm:cache_config_info": {_cache_config(profile): 1.0},
             "http_requests_total": {
                 f'handler="{handler}",method="{method}",status="{status}"': float(count)
                 for (handler, method, status), count in self.requests.items()
@@ -249,10 +252,10 @@ class Tally:
         }
 
 
-def _cache_config(profile: Profile) -> str:
+def _cache_config(profile: Profile, prefix_caching: bool) -> str:
     """Return the labels of the cache's description; its size in tokens is concurrency x window."""
     capacity = profile.capacity
-    labels = {"block_size": "16", "enable_prefix_caching": "False", "engine": "0"}
+    labels = {"block_size": "16", "enable_prefix_caching": str(prefix_caching), "engine": "0"}
     if capacity.kv is not None and capacity.kv_blocks is not None:
         per_seq = capacity.kv.boot_blocks(capacity.context_tokens, profile.flags.max_num_batched_tokens)
         concurrency = capacity.kv_blocks / per_seq

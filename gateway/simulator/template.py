@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from gateway.core.prefix_cache import BLOCK_TOKENS
 from gateway.core.value import valueclass
 from gateway.simulator import pieces
 
@@ -16,6 +17,9 @@ IMAGE_TOKENS = 280
 
 AUDIO_TOKENS = 750
 """Soft tokens per audio part: the most one can have."""
+
+_UNREAD = frozenset({"<|image_token|>", "<|audio_token|>"})
+"""Tokens that stand for what is not read here."""
 
 
 class Token(NamedTuple):
@@ -66,6 +70,22 @@ class Rendered:
         for part in self.parts:
             found += pieces.pieces(part) if isinstance(part, str) else [part.text] * part.times
         return found
+
+    def counted(self) -> tuple[int, list[int]]:
+        """Return its length in tokens, and the keys of its whole blocks in the prefix cache.
+
+        Blocks from the first image or recording on have none: their content is not in the tokens.
+        """
+        tokens = self.strings()
+        keys: list[int] = []
+        key = 0
+        for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
+            block = tuple(tokens[end - BLOCK_TOKENS : end])
+            if not _UNREAD.isdisjoint(block):
+                break
+            key = hash((key, block))
+            keys.append(key)
+        return len(tokens), keys
 
     def text(self) -> str:
         """Return it as one string."""

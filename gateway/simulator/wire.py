@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.core.prefix_cache import BLOCK_TOKENS
 from gateway.core.value import valueclass
 from gateway.simulator.calls import Call, Delivery
 from gateway.simulator.host import Answer, Seat
@@ -198,7 +199,9 @@ def usage_of(call: Call, seats: list[Seat], *, brief: bool = False) -> dict[str,
     """Return the usage of a whole answer; `brief` leaves out what is null, as the usage event does."""
     completion = sum(seat.gained for seat in seats)
     usage = _counts(sum(call.prompt_tokens), completion)
-    if not brief:
+    if call.delivery.with_prompt_details:
+        usage["prompt_tokens_details"] = _prompt_details(call, seats, brief=brief)
+    elif not brief:
         usage["prompt_tokens_details"] = None
     if call.delivery.is_chat:
         reasoning = sum(seat.script.thought_tokens(seat.gained) for seat in seats)
@@ -206,6 +209,13 @@ def usage_of(call: Call, seats: list[Seat], *, brief: bool = False) -> dict[str,
     elif not brief:
         usage["completion_tokens_details"] = None
     return usage
+
+
+def _prompt_details(call: Call, seats: list[Seat], *, brief: bool) -> dict[str, int | None]:
+    cached = sum(seat.cached_tokens for seat in seats[:: call.choices_per_prompt])
+    whole_blocks = sum(len(keys) for keys in call.prompt_keys) * BLOCK_TOKENS
+    details: dict[str, int | None] = {"cached_tokens": cached, "created_cache_tokens": whole_blocks - cached}
+    return details if brief else {**details, "multimodal_tokens": None}
 
 
 def _counts(prompt: int, completion: int) -> dict[str, Any]:

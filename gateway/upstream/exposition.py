@@ -49,6 +49,9 @@ STEPS = (  # of engines whose other metrics may all stay the same for as long as
 )
 STARTED_AT = ("process_start_time_seconds",)  # epoch seconds; the latest
 
+_NO_PREFIX_CACHE = b'enable_prefix_caching="False"'
+"""A label of `vllm:cache_config_info` (vLLM 0.32, started with `--no-enable-prefix-caching`)."""
+
 _LIMIT = 1e18
 """Larger values are invalid. A choice: they could overflow sums and conversions, and none is real."""
 
@@ -97,6 +100,7 @@ def sample(page: bytes, at: float) -> EngineSample:
         preemptions=sum(_all(page, PREEMPTIONS)),
         steps=sum(_all(page, STEPS)),
         started_at=max(_all(page, STARTED_AT), default=None),
+        caches_prefixes=page.find(_NO_PREFIX_CACHE) < 0,
     )
 
 

@@ -78,6 +78,26 @@ async def test_the_fleet_is_taken_as_it_stands(fleet: Site) -> None:
     assert candidate(busy, "light")["load"]["seqs"] == 3
 
 
+@pytest.mark.parametrize("caches", [True, False])
+async def test_an_engine_holds_conversations_unless_it_says_that_it_caches_none(
+    tmp_path: Path, caches: bool
+) -> None:
+    simulators = simulated({"light": "h100-tp1-light", "push": "h100-tp2-push"}, prefix_caching=caches)
+    pools = {"light": ["light"], "push": ["push"]}
+    async with site(tmp_path, fleet=simulators, pools=pools, models=MODELS) as fleet:
+
+        def looked_at() -> float:
+            sample = fleet.gateway.fleet.statuses()["light"].engine
+            return sample.at if sample else 0.0
+
+        await sent(fleet)
+        answered_at = fleet.gateway.clock.now()
+        await fleet.eventually(lambda: looked_at() > answered_at)  # its metrics have been read since
+        found = candidate((await asked(fleet, request=CHAT)).json(), "light")
+
+    assert (found["scores"]["prefix_affinity"] > 0) is caches
+
+
 async def test_a_backend_that_has_gone_is_out(fleet: Site) -> None:
     await fleet.backends["light"].stop()
     await fleet.eventually(lambda: fleet.gateway.fleet.statuses()["light"].state.value != "up")

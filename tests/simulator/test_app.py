@@ -14,6 +14,7 @@ import pytest
 from support import clients
 from support.engine_wire import WEATHER, post
 
+from gateway.core.values import Modalities
 from gateway.simulator import Simulator, SimulatorOptions, running, simulator
 from gateway.simulator.tally import Sequences
 
@@ -103,6 +104,81 @@ async def test_metrics_follow_the_engine(client: httpx.AsyncClient, chat: Chat) 
         assert line in lines
     assert 'kv_cache_max_concurrency="' in page.text
     assert any(line.startswith("process_start_time_seconds 1") for line in lines)
+
+
+PROMPT_METRICS = ("prefix_cache_queries", "prefix_cache_hits", "prompt_tokens_cached", "prompt_tokens")
+
+
+async def counted(client: httpx.AsyncClient) -> list[float]:
+    """Return what the page says of prompts: tokens looked for, found, cached, and all."""
+    page = (await client.get("/metrics")).text.splitlines()
+    return [
+        float(line.rpartition(" ")[2])
+        for metric in PROMPT_METRICS
+        for line in page
+        if line.startswith(f"vllm:{metric}_total{{")
+    ]
+
+
+@pytest.mark.parametrize("caches", [True, False])
+async def test_a_prompt_that_was_seen_before_is_found_in_whole_blocks(
+    options: SimulatorOptions, chat: Chat, caches: bool
+) -> None:
+    asked = chat("river stone " * 300, max_tokens=1)
+    async with (
+        simulator(replace(options, prefix_caching=caches)) as server,
+        clients.http(base_url=server.url) as client,
+    ):
+        usages = [(await post(client, asked)).json()["usage"] for _ in range(2)]
+        page = (await client.get("/metrics")).text
+        tokens = usages[0]["prompt_tokens"]
+
+        assert 513 < tokens < 640
+        assert await counted(client) == [2 * tokens, *(2 * [512.0 if caches else 0.0]), 2 * tokens]
+    assert f'enable_prefix_caching="{caches}"' in page
+    assert [usage["prompt_tokens_details"] for usage in usages] == [None, None]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_usage_says_how_much_of_a_prompt_was_cached_if_told_to(
+    options: SimulatorOptions, chat: Chat, events: Events, stream: bool
+) -> None:
+    """As vLLM 0.32 with `--enable-prompt-tokens-details`."""
+    asked = chat("river stone " * 300, max_tokens=1, stream=stream)
+    if stream:
+        asked["stream_options"] = {"include_usage": True}
+    async with (
+        simulator(replace(options, prompt_tokens_details=True)) as server,
+        clients.http(base_url=server.url) as client,
+    ):
+        answers = [await post(client, asked) for _ in range(2)]
+    usages = [events(answer.text)[-2]["usage"] if stream else answer.json()["usage"] for answer in answers]
+
+    assert [usage["prompt_tokens_details"] for usage in usages] == [
+        {"cached_tokens": cached, "created_cache_tokens": 512 - cached}
+        | ({} if stream else {"multimodal_tokens": None})
+        for cached in (0, 512)
+    ]
+
+
+async def test_what_follows_an_image_is_never_found(options: SimulatorOptions, chat: Chat) -> None:
+    """Two images are the same to it."""
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
+    takes_images = replace(options.profile, modalities=Modalities(images_max=None, audios_max=0))
+    asked = chat("", max_tokens=1)
+    asked["messages"][-1]["content"] = [
+        {"type": "text", "text": "river stone " * 100},
+        image,
+        {"type": "text", "text": "river stone " * 300},
+    ]
+    async with (
+        simulator(replace(options, profile=takes_images)) as server,
+        clients.http(base_url=server.url) as client,
+    ):
+        for _ in range(2):
+            await post(client, asked)
+
+        assert (await counted(client))[1] == 128
 
 
 async def test_metrics_remember_the_most_that_was_held(client: httpx.AsyncClient, chat: Chat) -> None:

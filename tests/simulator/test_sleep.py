@@ -58,6 +58,20 @@ async def test_it_sleeps_and_wakes_in_its_time(server: Simulator, client: httpx.
     assert (await client.post("/wake_up")).status_code == 200
 
 
+async def test_its_prefix_cache_is_empty_after_it_has_slept(
+    server: Simulator, client: httpx.AsyncClient, chat: Chat
+) -> None:
+    found = []
+    for level in (0, 0, 1, 0):
+        await client.post("/sleep", params={"level": level})
+        await client.post("/wake_up")
+        await client.post(URL, json=chat("river stone " * 300, max_tokens=1))
+        page = (await client.get("/metrics")).text
+        found.append(float(page.partition("vllm:prefix_cache_hits_total{")[2].split()[1]))
+
+    assert found == [0, 512, 512, 1024]
+
+
 @pytest.mark.parametrize(
     ("level", "asleep"), [(0, None), (1, "weights_offloaded"), (2, "discard_all")], ids=str
 )

@@ -83,6 +83,14 @@ def test_a_page_of_sglang_tells_the_progress_of_a_request_that_runs() -> None:
     )
 
 
+@pytest.mark.parametrize("caches", [True, False])
+def test_a_page_of_vllm_tells_whether_it_caches_prefixes(caches: bool) -> None:
+    config = f'vllm:cache_config_info{{block_size="16",enable_prefix_caching="{caches}",engine="0"}} 1.0\n'
+    page = b'vllm:num_requests_running{engine="0"} 1.0\n' + config.encode()
+
+    assert sample(page, 0.0).caches_prefixes is caches
+
+
 def test_several_engines_behind_one_port_are_combined() -> None:
     page = b"".join(
         b'vllm:num_requests_running{engine="%d"} %d\nvllm:kv_cache_usage_perc{engine="%d"} 0.%d\n'

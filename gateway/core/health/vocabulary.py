@@ -73,6 +73,7 @@ class EngineSample:
         preemptions: Counter since its start; a rise means KV thrashing.
         steps: Computed batches since its start, or tokens in them; 0 if not exported.
         started_at: Epoch seconds of its start (`process_start_time_seconds`); None if not exported.
+        caches_prefixes: False if it says that it keeps no prefix cache.
     """
 
     at: float
@@ -84,6 +85,7 @@ class EngineSample:
     preemptions: float = 0.0
     steps: float = 0.0
     started_at: float | None = None
+    caches_prefixes: bool = True
 
 
 @valueclass(frozen=True, slots=True)
