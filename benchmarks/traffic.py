@@ -39,6 +39,11 @@ class Arrival:
         """Sequences it occupies: nobody asks for several answers."""
         return 1
 
+    @property
+    def prefix_keys(self) -> tuple[int, ...]:
+        """None: no two have anything in common."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True)
 class Mix:

@@ -1,7 +1,7 @@
 """Simulation of a fleet in virtual time: engine models behind a routing policy. Pure.
 
-The servers are instances of `core.engine`'s model of vLLM, with its limitations: no prefix cache, no failures
-and no network. Every server is up from beginning to end.
+The servers are instances of `core.engine`'s model of vLLM, with its limitations: no failures and no network.
+Every server is up from beginning to end.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +36,10 @@ class Arriving(Protocol):
     @property
     def seqs(self) -> int:
         """Sequences it occupies."""
+
+    @property
+    def prefix_keys(self) -> Sequence[int]:
+        """Keys of its blocks in prefix caches, as for `Engine.submit`; none if they are unknown."""
 
 
 A = TypeVar("A", bound=Arriving)
@@ -133,7 +137,7 @@ class Fleet(Generic[A]):
 
     Attributes:
         router: The routing policy.
-        arrivals: The requests, with ids numbered from 0 in this order.
+        arrivals: The requests, with ids numbered from 0 in this order; `add` continues them.
         profiles: The deployment of each server, by name.
         patience: How long the caller of a request waits.
         counted_from_s, counted_until_s: The period in which tokens are counted.
@@ -160,24 +164,29 @@ class Fleet(Generic[A]):
     def run(self) -> None:
         """Process all arrivals until all requests have ended."""
         self.boxes = {name: Box.of(name, profile) for name, profile in self.profiles.items()}
-        self.fates = [Fate(one) for one in self.arrivals]
+        self.fates = []
         for one in self.arrivals:
-            self._at(one.at, "arrive", one.id)
-            patience_s = self.patience(one).seconds
-            if patience_s < inf:
-                self._at(one.at + patience_s, "patience", one.id)
+            self.add(one)
         while self._events:
             self.now, _, what, subject = heappop(self._events)
             match what:
                 case "step":
                     self._stepped(self.boxes[str(subject)])
                 case "arrive":
-                    self.router.arrive(self, self.arrivals[int(str(subject))])
+                    self.router.arrive(self, self.fates[int(str(subject))].arrival)
                 case "patience":
                     self._patience(self.fates[int(str(subject))])
                 case _ if self._looks <= self.now:
                     self._looks = inf
                     self.router.look(self)
+
+    def add(self, arrival: A) -> None:
+        """Let a request arrive, whose id is the number of those before: now, or later."""
+        self.fates.append(Fate(arrival))
+        self._at(arrival.at, "arrive", arrival.id)
+        patience_s = self.patience(arrival).seconds
+        if patience_s < inf:
+            self._at(arrival.at + patience_s, "patience", arrival.id)
 
     # ------------------------------------------------------------ actions of a router
 
@@ -197,7 +206,7 @@ class Fleet(Generic[A]):
             self._seqs += 1
             self._owners[self._seqs] = fate
             fate.running.add(self._seqs)
-            box.engine.submit(self._seqs, arrival.prompt_tokens, fate.output_tokens)
+            box.engine.submit(self._seqs, arrival.prompt_tokens, fate.output_tokens, arrival.prefix_keys)
         if not box.is_running:
             self._step(box)
 

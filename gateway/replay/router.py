@@ -1,7 +1,7 @@
 """The gateway's own classify, select, admit, queue and shed code, in front of a fleet in virtual time.
 
-All backends are up. Prefix caches are empty, TPOT targets do not lower limits, and all models of a box are
-resident at once: docs/replay.md says what that means for the figures.
+All backends are up. TPOT targets do not lower limits, and all models of a box are resident at once:
+docs/replay.md says what that means for the figures.
 """
 
 from collections.abc import Callable, Coroutine, Mapping
@@ -12,11 +12,12 @@ from gateway.core import deciding, selection
 from gateway.core.errors import GatewayError
 from gateway.core.request_features import RequestFeatures
 from gateway.core.selection import BackendView
-from gateway.core.values import Policy
+from gateway.core.values import Policy, Prefixes
 from gateway.core.virtual_fleet import Arriving, Fate, Fleet
 from gateway.core.waiting import Refused, Ticket, WaitingLine, fastest_prefill_s, patient
 from gateway.ports import Slot
 from gateway.store.memory import MemoryLedger
+from gateway.store.prefixes import MemoryPrefixIndex
 
 T = TypeVar("T")
 A = TypeVar("A", bound=Arriving)
@@ -49,6 +50,7 @@ class PolicyRouter(Generic[A]):
         self._idle = self._seen = deciding.idle(policy)
         self._ledger = MemoryLedger()
         self._line = WaitingLine()
+        self._prefixes = MemoryPrefixIndex()
         self._slots: dict[int, Slot] = {}
         self._arrivals: dict[str, A] = {}
         self.classes: dict[int, str] = {}
@@ -93,6 +95,7 @@ class PolicyRouter(Generic[A]):
                 fleet.look_at(fleet.now)
                 continue
             arrival = self._arrivals.pop(offer.ticket.id)
+            self._prefixes.remember(self.prefixes(arrival), candidate.backend)
             self._slots[arrival.id] = slot
             self._line.started(offer.ticket.id, fleet.now)
             fleet.send(arrival, candidate.backend)
@@ -105,13 +108,20 @@ class PolicyRouter(Generic[A]):
     def sent(self, fleet: Fleet[A], name: str) -> None:
         """Note that a request was sent to a backend."""
 
+    def prefixes(self, arrival: A) -> Prefixes:
+        """Return the boundaries of an arrival's messages (`values.Request.prefixes`); none if unknown."""
+        return ()
+
     def _ticket(self, fleet: Fleet[A], arrival: A) -> Ticket:
         """Return the ticket of an arrival. Raises GatewayError if it is refused immediately."""
         policy = self._policy
         asked, key = self._read(arrival)
         request = asked.request(key)
         model = deciding.model_of(policy, request.model)
+        held = self._prefixes.held(self.prefixes(arrival)) if policy.weights.prefix_affinity else {}
         views = self._views()
+        if held:
+            views = {name: replace(view, prefix_share=held.get(name, 0.0)) for name, view in views.items()}
         traffic_class, decision = deciding.decide(policy, model, request, asked.estimate, lambda _: views)
         self.classes[arrival.id] = traffic_class.name
         demand = decision.demand
@@ -134,6 +144,7 @@ class PolicyRouter(Generic[A]):
             prefill_s=fastest_prefill_s(policy, traffic_class, demand),
             size_bytes=asked.size_bytes,
             deadline=None if patience_s is None else fleet.now + patience_s,
+            prefix_shares=held,
         )
 
     def _views(self) -> Mapping[str, BackendView]:

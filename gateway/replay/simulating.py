@@ -42,6 +42,11 @@ class Past:
     patience: Patience
     is_guessed: bool
 
+    @property
+    def prefix_keys(self) -> tuple[int, ...]:
+        """None: the log does not know what prompts have in common."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True)
 class Server:

@@ -24,6 +24,7 @@ class Call:
     output_tokens: int = 5
     seqs: int = 1
     patience: Patience = FOREVER
+    prefix_keys: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,18 @@ class Everything:
     def left(self, fleet: Fleet[Call], fate: Fate[Call]) -> None:
         self.heard.append(("left", fate.arrival.id, fleet.now))
         self.waiting = [one for one in self.waiting if one.id != fate.arrival.id]
+
+
+@dataclass
+class Comeback(Everything):
+    """Adds another request two seconds after the first has ended."""
+
+    patience: Patience = FOREVER
+
+    def ended(self, fleet: Fleet[Call], fate: Fate[Call]) -> None:
+        super().ended(fleet, fate)
+        if fate.arrival.id == 0:
+            fleet.add(Call(1, fleet.now + 2.0, patience=self.patience))
 
 
 def run(router: Everything, *calls: Call) -> Fleet[Call]:
@@ -107,6 +120,33 @@ def test_callers_leave_when_they_have_waited_long_enough(
 
     assert router.heard == heard
     assert fleet.fates[0].left is (fleet.fates[0].done_at is None)
+
+
+def test_a_request_may_be_added_while_others_run() -> None:
+    router = Comeback()
+
+    fleet = run(router, Call(0, 0.0))
+
+    assert router.heard == [("answered", 0, 1.0), ("ended", 0, 5.0), ("answered", 1, 8.0), ("ended", 1, 12.0)]
+    assert [fate.ttft_s for fate in fleet.fates] == [1.0, 1.0]
+
+
+def test_a_request_that_is_added_has_its_own_patience() -> None:
+    router = Comeback(patience=Patience(0.5))
+
+    run(router, Call(0, 0.0))
+
+    assert router.heard[-1] == ("ended", 1, 7.5)
+
+
+def test_what_two_prompts_have_in_common_is_computed_once() -> None:
+    reading = PerfModel(0, 0, 0, 0, 0, 0.01, 0, 1)
+    calls = [Call(number, 10.0 * number, 300, 1, prefix_keys=(7, 8)) for number in range(2)]
+    server = Server(Capacity(1_000, CAPACITY.knee), reading, EngineFlags(4, 1_000))
+    fleet = Fleet[Call](Everything(), calls, {"one": server}, lambda call: call.patience)
+    fleet.run()
+
+    assert [fate.ttft_s for fate in fleet.fates] == [pytest.approx(3.0), pytest.approx(0.44)]
 
 
 def test_what_no_window_holds_comes_back_at_once() -> None:
