@@ -43,7 +43,7 @@ function row(one, limit) {
     "tr",
     { "data-request": one.id, title: `${one.id}; first choice: pool ${one.pool}` },
     h("td", { class: "n", text: number(one.position) }),
-    h("td", {}, swatch(one.traffic_class), one.traffic_class, one.is_behind ? h("em", { text: " behind" }) : null, one.tries ? h("em", { text: " retry" }) : null),
+    h("td", {}, swatch(one.traffic_class), one.traffic_class, one.is_behind ? h("em", { text: " behind" }) : null, one.tries ? h("em", { text: " retry" }) : null, one.stays_for ? h("em", { text: ` stays for ${one.stays_for}` }) : null),
     h("td", { text: one.key ?? "–" }),
     h("td", { class: "n", text: number(one.prompt_tokens) }),
     h("td", { class: one.due_in_s < 0 ? "n attention" : "n", text: seconds(one.due_in_s) }),

@@ -5,7 +5,7 @@ shown. Scores are weighted and summed. Pools keep the order that the operator co
 order of backends in the pool. Nothing is random, so a decision can be explained and replayed.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Protocol
@@ -32,6 +32,14 @@ from gateway.core.values import (
 CACHED_MIN_TOKENS = 1_000
 """Of shorter prompts, nothing counts as cached. A choice: an H100 reads them in less than 0.2 s
 (docs/measurements.md), and as all replicas are alike for them, one is compared instead of two."""
+
+
+STAY_FULL = 4.0
+"""How many times the prefill that it saves a request may wait for the backend that has its conversation,
+if it could start on one that is otherwise full; on an idle one, once. A choice: who waits as long as the
+detour takes loses at most as much again. But a prefill also delays all who are there: with few slots left
+anywhere, waiting requests that take any of them displace each other, each with a prefill of the whole, and
+hardly anybody is answered. `benchmarks/conversations.py` shows that; docs/routing.md has its figures."""
 
 
 @valueclass(frozen=True, slots=True)
@@ -260,6 +268,30 @@ FILTERS: Sequence[Filter] = (
 @valueclass(frozen=True, slots=True)
 class _Alone:
     view: BackendView
+
+
+def stay(
+    taken: Iterable[Candidate], start: Candidate, shares: Mapping[str, float]
+) -> tuple[str, float] | None:
+    """Return the backend for which a request should wait, and how many seconds, instead of starting at once.
+
+    That is a busy one that has seen more of its conversation. None if there is none, or nothing to gain.
+
+    Args:
+        taken: Where it cannot start now.
+        start: Where it could.
+        shares: Per backend, the share of its conversation that the backend has seen.
+    """
+    least = shares.get(start.backend, 0.0)
+    used = min(1.0, start.load.share / admission.WHOLE)
+    found: tuple[str, float] | None = None
+    for one in taken:
+        if shares.get(one.backend, 0.0) <= least or (one.excluded is not None and not one.excluded.is_busy):
+            continue
+        saved_s = (start.claim.prefill_ms - one.claim.prefill_ms) / 1000
+        if saved_s > 0 and (found is None or saved_s > found[1]):
+            found = one.backend, saved_s
+    return None if found is None else (found[0], found[1] * (1 + (STAY_FULL - 1) * used))
 
 
 def unavailable_reason(backend: Backend, status: BackendStatus) -> Objection | None:
@@ -559,7 +591,9 @@ def _candidate(
 
 
 _Scores = tuple[float, float, float, float]
-"""Spare knee, speed, prefix affinity, slow context."""
+"""Spare knee, speed, prefix affinity, slow context. Affinity is the share of the conversation that the
+backend has seen, and the seconds of prefill that this saves. By the share alone, a lead of a fifth of the
+knee moved conversations whose prefill took several seconds elsewhere (docs/routing.md)."""
 
 _Scored = tuple[int, float, int, Case, float, _Scores]
 """Sort key first: health preference, negated score, and place in the pool, which breaks ties. Then the case,
@@ -577,6 +611,8 @@ def _scored(fit: Sequence[Case], weights: Weights) -> list[_Scored]:
         used = (view.load.share + case.claim.share) / admission.WHOLE
         spare = 1 - used if used < 1 else 0.0
         affinity = view.prefix_share
+        if affinity and _counts_cached(case.demand):
+            affinity += admission.prefill_s(view.backend, case.demand) - case.claim.prefill_ms / 1000
         # Some engines stall at certain prompt lengths while other requests run.
         slow = -min(1.0, used) if quirks and stalls(quirks, case.demand.prompt_tokens) else 0.0
         score = weights.spare_knee * spare + weights.speed * speed

@@ -568,7 +568,8 @@ class Weights:
     """Weights of the scores that rank the backends of one pool. 0 disables a score.
 
     `spare_knee` dominates. `speed` ranks a slow server behind a fast one in the same pool. `prefix_affinity`
-    is a tie-break, in line with the benefit measured in the routing study (docs/measurements.md#affinity).
+    is a tie-break for chats, in line with the benefit measured in the routing study
+    (docs/measurements.md#affinity), and more than that for long conversations (docs/routing.md#conversations).
     `slow_context` is a cost that applies only to engines that stall at one prompt length (docs/quirks.md).
     """
 
@@ -870,7 +871,7 @@ class Candidate:
         pool: The pool in which it was considered.
         excluded: Why it is excluded, or None.
         detail: The explanation in words, with figures.
-        scores: Each score before weighting, in 0..1; a cost in -1..0.
+        scores: Each score before weighting, in 0..1; a cost in -1..0. Affinity may exceed 1.
         score: Their weighted sum.
         load: Its load at that moment.
         knee_seqs: Its knee for this request's prompt length.

@@ -135,7 +135,7 @@ class WaitingRoom:
         if self._is_closed:
             await self._turn_away(ticket, None)
         offer = None
-        if ranking is not None and ranking.first is not None:
+        if ranking is not None and ranking.first is not None and not _may_stay(ticket, ranking):
             if (slot := self._at_once(ticket, ranking.first)) is not None:
                 return ranking.first, slot
             offer = self.line.offer_at_once(ticket, ranking.eligible, self._clock.now())
@@ -257,6 +257,18 @@ class WaitingRoom:
         gone = [candidate.backend for candidate in offer.candidates]
         self.line.missed(ticket.id, gone, self._clock.now())
         return False
+
+
+def _may_stay(ticket: Ticket, ranking: Ranking) -> bool:
+    """Return whether a busy backend has seen more of a conversation than the first choice.
+
+    Whether the request should wait for it is for the line to say (`selection.stay`).
+    """
+    shares, passed_over = ticket.prefix_shares, ranking.passed_over
+    if not (shares and passed_over and ranking.first):
+        return False
+    least = shares.get(ranking.first.backend, 0.0)
+    return any(reason.is_busy and shares.get(name, 0.0) > least for name, reason in passed_over)
 
 
 def _shed(refused: Refused) -> ShedError:

@@ -15,6 +15,7 @@ from gateway.core.perf import PerfModel
 from gateway.core.selection import BackendView
 from gateway.core.values import (
     Backend,
+    Candidate,
     Capacity,
     Demand,
     Exclusion,
@@ -115,6 +116,77 @@ def test_a_conversation_returns_to_its_replica_while_that_has_room(seqs: int, fi
     views = fleet(view(backend("light-1"), seqs=seqs, prefix_share=1.0))
 
     assert ranked(views)[0] == first
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "seqs", "first"),
+    [
+        pytest.param(900, 14, "light-0", id="too-short-to-count"),
+        pytest.param(2_000, 14, "light-0", id="saves-0.18-s"),
+        pytest.param(2_000, 16, "light-0", id="saves-0.18-s-busier"),
+        pytest.param(2_000, 13, "light-1", id="saves-0.18-s-less-busy"),
+        pytest.param(20_000, 30, "light-1", id="saves-1.8-s"),
+        pytest.param(20_000, 40, "light-0", id="saves-1.8-s-too-busy"),
+    ],
+)
+def test_a_long_conversation_returns_to_a_busier_replica_the_more_prefill_that_saves(
+    prompt_tokens: int, seqs: int, first: str
+) -> None:
+    pair = [backend(name, LARGE, perf=MEASURED) for name in ("light-0", "light-1")]
+    views = fleet(view(pair[0]), view(pair[1], seqs=seqs, prefix_share=0.9))
+    asked = Demand(seqs=1, prompt_tokens=prompt_tokens, total_tokens=prompt_tokens + 1_000)
+
+    assert ranked(views, asked)[0] == first
+    assert selection.ranking(policy(), CHAT, asked, views).first.backend == first  # type: ignore[union-attr]
+
+
+def place(name: str, prefill_ms: int, excluded: Exclusion | None = None, share: int = 0) -> Candidate:
+    """Return where a request could start, or why it could not."""
+    return Candidate(
+        name, "light", excluded, claim=Load(prefill_ms=prefill_ms), load=Load(share=share * 10_000)
+    )
+
+
+BUSY, KV_FULL = Exclusion.AT_KNEE, Exclusion.KV_FULL
+
+
+@pytest.mark.parametrize(
+    ("others", "shares", "expected"),
+    [
+        pytest.param([place("a", 200, BUSY)], {"a": 0.9}, ("a", 1.8), id="busy-and-knows-it"),
+        pytest.param([place("a", 200, KV_FULL)], {"a": 0.9}, ("a", 1.8), id="without-room-for-it"),
+        pytest.param([place("a", 200)], {"a": 0.9}, ("a", 1.8), id="reserved-for-another"),
+        pytest.param([place("a", 200, BUSY)], {}, None, id="knows-nothing"),
+        pytest.param([place("a", 200, BUSY)], {"b": 0.9}, None, id="another-knows-it"),
+        pytest.param([place("a", 200, BUSY)], {"a": 0.5, "start": 0.5}, None, id="knows-as-much"),
+        pytest.param([place("a", 2000, BUSY)], {"a": 0.1}, None, id="saves-nothing"),
+        pytest.param([place("a", 9000, BUSY)], {"a": 0.9}, None, id="slower-even-so"),
+        pytest.param([place("a", 200, Exclusion.UNHEALTHY)], {"a": 0.9}, None, id="down"),
+        pytest.param([place("a", 200, Exclusion.DRAINING)], {"a": 0.9}, None, id="draining"),
+        pytest.param([place("a", 200, Exclusion.FAILED)], {"a": 0.9}, None, id="failed-it"),
+        pytest.param(
+            [place("a", 900, BUSY), place("b", 100, BUSY), place("c", 500, BUSY)],
+            {"a": 0.5, "b": 0.9, "c": 0.7},
+            ("b", 1.9),
+            id="the-one-that-saves-most",
+        ),
+    ],
+)
+def test_a_request_stays_with_the_busy_backend_that_saves_it_a_prefill(
+    others: list[Candidate], shares: dict[str, float], expected: tuple[str, float] | None
+) -> None:
+    start = place("start", 2000)
+
+    assert selection.stay(others, start, shares) == expected
+
+
+@pytest.mark.parametrize(
+    ("share", "seconds"), [(0, 2.0), (50, 5.0), (100, 8.0), (120, 8.0)], ids=["idle", "half", "full", "above"]
+)
+def test_it_stays_longer_the_fuller_the_other_is(share: int, seconds: float) -> None:
+    start = place("start", 2000, share=share)
+
+    assert selection.stay([place("a", 0, BUSY)], start, {"a": 1.0}) == ("a", seconds)
 
 
 def test_a_slow_box_waits_behind_a_fast_one_in_its_pool() -> None:

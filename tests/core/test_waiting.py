@@ -10,6 +10,7 @@ import pytest
 
 from gateway.core import admission, selection
 from gateway.core.health import BackendStatus, State
+from gateway.core.perf import PerfModel
 from gateway.core.selection import BackendView
 from gateway.core.swap_policy import Backlog
 from gateway.core.values import (
@@ -859,6 +860,71 @@ def test_a_conversation_goes_where_it_has_been_seen() -> None:
     site.start(0.4)
 
     assert [site.taken[str(number)][0] for number in range(3)] == ["light", "light", "light"]
+
+
+READ_IN_A_SECOND = PerfModel(t_fixed=0, t_mem=0, kv_read=0, kv_span=0, t_seq=0, t_tok=1e-4, t_attn=0, sharp=1)
+"""10,000 tokens."""
+
+
+def two_that_read(site: Site) -> Site:
+    """Return the site with one pool of two backends, of 1 and 10 places, that read 10,000 tokens a second."""
+    site.backends = {name: replace(backend, perf=READ_IN_A_SECOND) for name, backend in site.backends.items()}
+    pools = {**site.policy.pools, "light": Pool("light", ("light", "push"))}
+    site.policy = replace(site.policy, pools=pools, backends=site.backends)
+    return site
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_wait_s", "shares", "until"),
+    [
+        (10_000, 20.0, {"light": 0.8}, 2.1),  # 0.8 s of prefill, 2.4 s more if the other one were full
+        (10_000, 20.0, {"push": 0.8}, None),
+        (10_000, 1.0, {"light": 0.8}, 1.5),  # half of what it may wait
+        (900, 20.0, {"light": 0.8}, None),  # nothing of it counts as cached
+        (10_000, 20.0, {}, None),
+    ],
+    ids=["saves-a-prefill", "has-room", "has-no-time", "is-short", "is-new"],
+)
+def test_a_conversation_waits_for_its_busy_backend_as_long_as_that_pays(
+    prompt: int, max_wait_s: float, shares: Mapping[str, float], until: float | None
+) -> None:
+    site = two_that_read(Site())
+    site.loads["light"], site.loads["push"] = Load(1, 1_000_000), Load(1, 125_000)
+    waiting = TrafficClass("chat", ("light",), waiting=Waiting(max_wait_s=max_wait_s))
+    assert site.enter("turn", 1.0, traffic_class=waiting, prompt=prompt, prefix_shares=shares) is None
+
+    turn = site.turn(1.0)
+    if until is None:
+        assert [offer.candidates[0].backend for offer in turn.offers] == ["push"]
+        return
+    assert turn.offers == []
+    assert turn.next_turn_at == pytest.approx(until)
+    assert [one.stays_for for one in site.line.waiters(1.0)] == ["light"]
+    assert site.start(until - 0.01) == []
+    assert site.start(until) == ["turn"]
+    assert site.taken["turn"][0] == "push"
+
+
+def test_a_conversation_that_waits_for_its_backend_starts_there_before_a_later_request() -> None:
+    site = two_that_read(Site())
+    site.loads["light"], site.loads["push"] = Load(1, 1_000_000), Load(8, 800_000)
+    site.enter("turn", 0.1, traffic_class=PATIENT, prompt=10_000, prefix_shares={"light": 0.9})
+    site.enter("short", 0.1, traffic_class=PATIENT, prefix_shares={"light": 0.9})  # has nothing cached
+
+    assert site.start(0.2) == ["short"]
+    site.enter("later", 0.3, traffic_class=PATIENT)
+    site.loads["light"] = Load()
+    assert site.start(0.3) == ["turn", "later"]
+    assert [site.taken[name][0] for name in ("short", "turn", "later")] == ["push", "light", "push"]
+
+
+def test_a_conversation_does_not_wait_for_a_backend_that_is_down() -> None:
+    site = two_that_read(Site())
+    site.status["light"] = replace(UP, state=State.EJECTED)
+    site.enter("turn", traffic_class=PATIENT, prompt=10_000, prefix_shares={"light": 0.9})
+
+    assert site.start() == ["turn"]
+    assert site.taken["turn"][0] == "push"
 
 
 def test_a_long_conversation_waits_for_no_long_prefill_where_it_is_cached() -> None:

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import anyio
 import pytest
-from support.world import DONE, HELLO, POLICY, ROLE, STOP, WHOLE, Script, World
+from support.world import DONE, HELLO, POLICY, ROLE, STOP, WHOLE, Caller, Script, World
 
 from gateway.clock import SystemClock
 from gateway.core.perf import PerfModel
-from gateway.core.values import Endpoint, Gates, Load, Prompt, Request, Weights
+from gateway.core.values import Endpoint, Gates, Load, Prompt, Request, Waiting, Weights
 from gateway.pipeline.first_tokens import OVERHEAD_S, FirstTokens
 from gateway.ports import Slot
 from gateway.store.memory import MemoryLedger
@@ -69,6 +69,36 @@ async def test_what_a_backend_has_seen_of_a_conversation_is_not_read_again(
 
         assert world.ledger.load("light-0").prefill_ms == prefill_ms
         gate.set()
+
+
+@pytest.mark.parametrize("seen", [0.75, 0.0], ids=["its-conversation", "another-s"])
+async def test_a_request_stays_with_the_busy_backend_that_has_its_conversation(
+    world: World, seen: float
+) -> None:
+    """Although the other one of its pool has room: its prompt would be read there as a whole."""
+    measured(world)
+    (model,) = POLICY.models
+    classes = [replace(one, waiting=Waiting(max_wait_s=60.0)) for one in model.classes]
+    world.policy = replace(world.policy, models=(replace(model, classes=tuple(classes)),))
+    world.estimates.tokens = 1_000
+    for _ in range(2):
+        world.answers(light_0=Script([WHOLE]), light_1=Script([WHOLE]))
+    await world.run(world.request(stream=False, prefixes=((1, 1.0),)))
+    most = Load(99, 10**6, 10**6, 99, 99, 10**6)
+    held = await world.ledger.acquire("light-0", Load(seqs=2, share=10**6), most)
+    async with anyio.create_task_group() as tasks:
+        callers: list[Caller] = []
+
+        async def call() -> None:
+            prefixes = ((1 if seen else 3, seen or 0.75), (2, 1.0))
+            callers.append(await world.run(world.request(stream=False, prefixes=prefixes)))
+
+        tasks.start_soon(call)
+        await anyio.wait_all_tasks_blocked()
+        assert len(world.pipeline.room.line) == bool(seen)
+        await world.ledger.release(held)  # type: ignore[arg-type]
+
+    assert callers[0].headers["x-gateway-backend"] == ("light-0" if seen else "light-1")
 
 
 async def test_what_was_outstanding_is_read_first(world: World) -> None:

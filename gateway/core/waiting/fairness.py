@@ -58,6 +58,7 @@ class Entry:
     rank: Rank = Rank.TIMELY
     passed: int = 0
     is_unproven: bool = False  # may be able to start at once; its first turn shows whether it has to wait
+    stays_for: str = ""  # the busy backend for which it waits although another has room, as of the last turn
 
     @property
     def is_ordinary(self) -> bool:

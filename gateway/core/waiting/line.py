@@ -334,7 +334,7 @@ class WaitingLine:
         self._views = views if self._peers and self._waiting else {}
         if not self._waiting:
             return Turn((), refused, None)
-        room = Room(self._with_offers(views), self._paused(now))
+        room = Room(self._with_offers(views), self._paused(now), now)
         offers: list[Offer] = []
         hopeless: list[Entry] = []
         looked = 0
@@ -360,7 +360,7 @@ class WaitingLine:
         # There is more to do if the lookahead limit may have ended the turn while slots were still free, or
         # if an entry that held backends in this turn was refused or demoted.
         is_unfinished = self._waiting and (hopeless or late or (offers and looked >= LOOKAHEAD))
-        return Turn(offers, refused, now if is_unfinished else self._next_look())
+        return Turn(offers, refused, now if is_unfinished else self._next_look(room.next_look_at))
 
     # ------------------------------------------------------------ inside
 
@@ -575,13 +575,14 @@ class WaitingLine:
                 groups.setdefault(priority, []).append(shares)
         return [groups[priority] for priority in sorted(groups, reverse=True)]
 
-    def _next_look(self) -> float | None:
+    def _next_look(self, at: float = inf) -> float | None:
         while self._expiries and not self._is_current(self._expiries[0][0], self._expiries[0][2]):
             heappop(self._expiries)
         if not self._waiting:
             return None
         first = [self._expiries[0][0]] if self._expiries else []
-        return min([*first, *self._gone_until.values()], default=None)
+        found = min([at, *first, *self._gone_until.values()])
+        return None if found == inf else found
 
 
 def _waiter(entry: Entry, position: int, now: float) -> Waiter:
@@ -598,6 +599,7 @@ def _waiter(entry: Entry, position: int, now: float) -> Waiter:
         due_in_s=entry.due_at - now,
         is_behind=entry.rank is Rank.BEHIND,
         tries=len(ticket.failed),
+        stays_for=entry.stays_for,
     )
 
 

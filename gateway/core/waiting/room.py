@@ -1,7 +1,8 @@
 """Capacity available to one turn of the queue: the backend snapshots minus offers and holds."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 from gateway.core import admission, selection
 from gateway.core.health import State
@@ -28,8 +29,9 @@ _FULL = frozenset(
 class Room:
     """The backends during one turn: offers count as load, and blocked requests hold backends."""
 
-    def __init__(self, views: Mapping[str, BackendView], paused: frozenset[str]) -> None:
+    def __init__(self, views: Mapping[str, BackendView], paused: frozenset[str], now: float) -> None:
         self._views = dict(views)
+        self._now = now
         self._paused = paused
         self._closed = set(paused)  # backends not offered to any further request in this turn
         self._closed_to_jobs: set[str] = set()  # backends not offered to any further job
@@ -37,11 +39,13 @@ class Room:
         self._stuck: dict[tuple[str, str, bool], list[tuple[Ticket, bool, tuple[str, ...]]]] = {}
         self.found_full: list[Entry] = []  # entries in their first turn that wait for a request to end
         self.full_classes: dict[tuple[str, str], list[Ticket]] = {}  # without room, by (model, class)
+        self.next_look_at = inf  # when an entry stops waiting for the backend that has its conversation
 
     def place(self, entry: Entry) -> tuple[Candidate, ...] | None:
         """Return the backends to offer, best first; () if the entry must wait; None if no backend is up."""
         ticket = entry.ticket
         is_unproven, entry.is_unproven = entry.is_unproven, False
+        entry.stays_for = ""
         is_job = ticket.demand.is_job
         name = (ticket.model, ticket.traffic_class.name)
         stuck = self._stuck.setdefault((*name, is_job), [])
@@ -60,6 +64,8 @@ class Room:
         able = [one for one in ranked if one.excluded is None]
         closed = self._closed | self._closed_to_jobs if is_job else self._closed
         free = tuple(one for one in able if one.backend not in closed)
+        if free and self._stays(entry, free, ranked):
+            return ()
         if free:
             self._take(free[0])
             return free
@@ -75,6 +81,27 @@ class Room:
         stuck.append((ticket, is_full, busy))
         self._hold(entry, tuple(one.backend for one in ranked if _is_waited_for(one)))
         return ()
+
+    def _stays(self, entry: Entry, free: Sequence[Candidate], ranked: Sequence[Candidate]) -> bool:
+        """Return whether an entry waits for the backend that has its conversation, and note until when.
+
+        It does so for no more than half of what it may wait at all: another one may have to do then.
+        """
+        shares = entry.ticket.prefix_shares
+        if not shares:
+            return False
+        taken = [one for one in ranked if one not in free]
+        found = selection.stay(taken, free[0], shares)
+        if found is None:
+            return False
+        backend, seconds = found
+        until = min(entry.entered_at + seconds, (entry.entered_at + entry.expires_at) / 2)
+        if self._now >= until:
+            return False
+        entry.stays_for = backend
+        self.next_look_at = min(self.next_look_at, until)
+        self._hold(entry, (backend,))
+        return True
 
     def _may_wait(self, ticket: Ticket, busy: tuple[str, ...]) -> bool:
         """Return whether one of these busy backends could take a request once it has room."""

@@ -157,6 +157,7 @@ class Waiter:
         due_in_s: Seconds until its first token is due; negative when overdue.
         is_behind: Whether it comes after the others of its class: a job, or demoted.
         tries: Number of backends on which it has failed.
+        stays_for: The busy backend that has its conversation, if it waits for that one; "" otherwise.
     """
 
     id: str
@@ -170,6 +171,7 @@ class Waiter:
     due_in_s: float
     is_behind: bool
     tries: int
+    stays_for: str
 
 
 @valueclass(frozen=True, slots=True)
