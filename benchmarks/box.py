@@ -344,7 +344,7 @@ class Run:
             slot = at_once(self._ledger.acquire(candidate.backend, candidate.claim, candidate.limits))
             assert isinstance(slot, Slot)
             self._slots[number] = slot
-            self._line.started(offer.ticket.id, self.now)
+            self._line.started(offer.ticket.id, candidate.backend, self.now)
             call = self.calls[number]
             engines[candidate.backend].submit(number, call.prompt, call.output)
             self._step(engines[candidate.backend], candidate.backend)

@@ -214,7 +214,7 @@ class WaitingRoom:
             return None
         slot = self._ledger.acquire_at_once(first.backend, first.claim, first.limits)
         if slot is not None:
-            self.line.start_at_once(ticket, now)
+            self.line.start_at_once(ticket, first.backend, now)
         return slot
 
     async def _take_all(self, offers: Sequence[Offer]) -> bool:
@@ -250,7 +250,7 @@ class WaitingRoom:
                 waiter.wake()
                 await self._ledger.release(slot)
                 return True
-            self.line.started(ticket.id, self._clock.now())
+            self.line.started(ticket.id, candidate.backend, self._clock.now())
             waiter.place = (candidate, slot)
             waiter.wake()
             return True

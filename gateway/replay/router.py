@@ -97,7 +97,7 @@ class PolicyRouter(Generic[A]):
             arrival = self._arrivals.pop(offer.ticket.id)
             self._prefixes.remember(self.prefixes(arrival), candidate.backend)
             self._slots[arrival.id] = slot
-            self._line.started(offer.ticket.id, fleet.now)
+            self._line.started(offer.ticket.id, candidate.backend, fleet.now)
             fleet.send(arrival, candidate.backend)
             self.sent(fleet, candidate.backend)
         for refused in turn.refused:

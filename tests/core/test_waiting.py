@@ -107,7 +107,7 @@ class Site:
             assert admission.full(self.loads[candidate.backend], candidate.claim, candidate.limits) is None
             self.loads[candidate.backend] += candidate.claim
             self.taken[offer.ticket.id] = (candidate.backend, candidate.claim)
-            self.line.started(offer.ticket.id, now)
+            self.line.started(offer.ticket.id, candidate.backend, now)
         return [offer.ticket.id for offer in turn.offers]
 
     def answered(self, name: str) -> None:
@@ -154,7 +154,7 @@ def at_once(site: Site, name: str, now: float = 0.0, **fields: object) -> bool:
     assert offer.candidates == able
     site.loads[able[0].backend] += able[0].claim
     site.taken[name] = (able[0].backend, able[0].claim)
-    site.line.started(name, now)
+    site.line.started(name, able[0].backend, now)
     return True
 
 
@@ -166,7 +166,7 @@ def in_one_step(site: Site, name: str, now: float = 0.0, **fields: object) -> bo
         return False
     site.loads[ranked[0].backend] += ranked[0].claim
     site.taken[name] = (ranked[0].backend, ranked[0].claim)
-    site.line.start_at_once(ticket, now)
+    site.line.start_at_once(ticket, ranked[0].backend, now)
     return True
 
 
@@ -1375,6 +1375,41 @@ def test_a_forecast_counts_the_even_part_of_the_slots_that_other_processes_free(
     assert site.line.drain_per_s("gemma", "chat", 130.0) == pytest.approx(1 / 10)
 
 
+@pytest.mark.parametrize("start", ["in-a-turn", "at-once"])
+def test_a_forecast_counts_the_slots_that_spilled_requests_free(start: str) -> None:
+    """Eight chats that stay 2 s each have spilled to push, which leaves two slots to its own class."""
+    site = Site()
+    own = TrafficClass("own", ("push",), waiting=Waiting(max_wait_s=1.0))
+
+    def begin(name: str, now: float, traffic_class: TrafficClass) -> None:
+        if start == "at-once":
+            assert in_one_step(site, name, now, traffic_class=traffic_class)
+        else:
+            site.enter(name, now, traffic_class=traffic_class)
+            assert site.start(now) == [name]
+
+    begin("past", 0.0, own)
+    site.end("past", 50.0)
+    for number in range(9):
+        begin(f"chat-{number}", 50.0, CHAT)
+    site.end("chat-8", 52.0)
+    begin("chat-9", 52.0, CHAT)
+    begin("own-0", 52.0, own)
+    begin("own-1", 52.0, own)
+    assert [backend for backend, _ in site.taken.values()].count("push") == 10
+
+    assert site.enter("next", 52.0, traffic_class=own) is None
+    assert not site.turn(52.0).refused
+    assert site.line.drains_per_s(52.0) == {
+        ("gemma", "chat"): pytest.approx(9 / 2),
+        ("gemma", "own"): pytest.approx(8 / 2 + 2 / 50),
+    }
+    site.line.leave("next")
+    for name in [name for name in site.taken if name.startswith("chat")]:
+        site.end(name, 54.0)
+    assert site.line.drain_per_s("gemma", "own", 90.0) == pytest.approx(2 / 50)
+
+
 def test_who_is_next_waits_for_a_slot_of_another_process() -> None:
     site = Site(knee=10)
     drained(site, 3.0)
@@ -2252,7 +2287,7 @@ def test_what_waits_is_counted_for_each_backend_of_the_first_pool_that_could_tak
 def test_of_what_has_ended_somewhere_the_latest_to_start_is_known() -> None:
     site = Site()
     for name, at in (("first", 1.0), ("second", 2.0)):
-        site.line.start_at_once(site.ticket(name, at, traffic_class=CHAT), at)
+        site.line.start_at_once(site.ticket(name, at, traffic_class=CHAT), "light", at)
     site.line.released("second", "light", 3.0)
     site.line.released("first", "light", 4.0)
 

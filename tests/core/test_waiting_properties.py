@@ -153,7 +153,7 @@ class Line(RuleBasedStateMachine):
             return
         self.loads[candidate.backend] += candidate.claim
         self.running[offer.ticket.id] = (candidate.backend, candidate.claim)
-        self.line.started(offer.ticket.id, self.now)
+        self.line.started(offer.ticket.id, candidate.backend, self.now)
         del self.waiting[offer.ticket.id]
         self.is_settled = self.is_quiet and not self.offers
 
@@ -317,7 +317,7 @@ def test_keys_that_both_wait_get_equal_shares(backlog: Sequence[str], prompts: S
     largest = max(cost.values())
     for step in range(len(backlog)):
         (offer,) = line.turn(float(step), {"light-0": BackendView(one_place["light-0"], Load(), UP)}).offers
-        line.started(offer.ticket.id, float(step))
+        line.started(offer.ticket.id, "light-0", float(step))
         line.released(offer.ticket.id, "light-0", float(step))
         key = str(offer.ticket.key)
         left[key] -= 1

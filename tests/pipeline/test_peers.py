@@ -327,7 +327,8 @@ def test_the_slots_that_become_free_are_shared_with_those_that_are_heard(here: G
     }
     demand = Demand(seqs=1, prompt_tokens=100, total_tokens=1_000)
     for name in ("ended", "running"):
-        here.line.start_at_once(Ticket(name, MODEL.id, POLICY, CHAT, demand, "a", arrived_at=0.0), 0.0)
+        ticket = Ticket(name, MODEL.id, POLICY, CHAT, demand, "a", arrived_at=0.0)
+        here.line.start_at_once(ticket, "light-0", 0.0)
     here.line.released("ended", "light-0", 10.0)
 
     assert rate() == pytest.approx(1 / 10)

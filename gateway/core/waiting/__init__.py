@@ -6,7 +6,7 @@ queue, even when backends have room, so that no newcomer overtakes requests wait
     enter(ticket, now)      -> Refused, or None: the request is queued
     offer_at_once(ticket, candidates, now) -> an offer without a turn, if the queue is empty
     turn(now, views)        -> offers, refused requests, and next_turn_at
-    started(id, now)           the request took the offered slot and runs
+    started(id, backend, now)  the request took the offered slot and runs
     missed(id, backends, now)  the slot was gone: the request returns to its position
     released(id, backend, now, answered)  the request ended; the queue measures how fast slots become free
     leave(id)                  the caller left

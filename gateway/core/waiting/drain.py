@@ -52,22 +52,30 @@ class Drain:
         return self.starts * exp((self.at - now) / STARTS_OVER_S)
 
     @staticmethod
-    def per_s(drains: Sequence["Drain"], now: float, running_min: float = 0.0) -> float | None:
+    def per_s(
+        drains: Sequence["Drain"],
+        now: float,
+        running_min: float = 0.0,
+        guests: Sequence[tuple["Drain", int]] = (),
+    ) -> float | None:
         """Return the combined rate in slots per second, or None before the first request has ended.
 
-        At least `running_min` requests are assumed to be running.
+        At least `running_min` requests are assumed to be running. `guests`: other classes, and how many of
+        their requests are in the same slots.
 
         The higher of two measures: running requests over their residence time (Little's law), and the
         current rate of starts. The first is too low while a burst fills an idle fleet, the second while no
         request had to wait. A class without a completed request is assumed to have the residence time of
         the others.
         """
-        known = [(drain.running, drain.residence_s) for drain in drains if drain.residence_s]
+        stays = [(drain.running, drain.residence_s) for drain in drains]
+        stays += [(running, drain.residence_s) for drain, running in guests]
+        known = [(running, residence_s) for running, residence_s in stays if residence_s]
         if not known:
             return None
         ended = sum(running / residence_s for running, residence_s in known)
         of_them = sum(running for running, _ in known)
-        everything = max(running_min, sum(drain.running for drain in drains))
+        everything = max(running_min, sum(running for running, _ in stays))
         if of_them:
             ended *= everything / of_them
         else:

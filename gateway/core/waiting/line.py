@@ -1,5 +1,6 @@
 """The queue itself: queued, offered and running requests. The package docstring states its rules."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
@@ -59,7 +60,8 @@ class WaitingLine:
         self._waiting: dict[str, Entry] = {}
         self._shares: dict[Home, Shares] = {}
         self._offered: dict[str, _Offered] = {}
-        self._running: dict[str, tuple[Lane, float]] = {}
+        self._running: dict[str, tuple[Lane, float, bool]] = {}  # since when, and whether it has spilled
+        self._spilled: dict[str, Counter[Lane]] = {}  # running ones, by backend
         self._started_at: dict[str, float] = {}  # per backend, of what has ended there the latest to start
         self._expiries: list[tuple[float, int, Entry]] = []
         self._long_waiting: dict[str, int] = {}
@@ -151,7 +153,8 @@ class WaitingLine:
     def drain_per_s(self, model: str, traffic_class: str, now: float) -> float | None:
         """Return how many slots per second become free for a class, or None while that is unknown.
 
-        Slots of other classes with the same first pool count, because any of these classes can use them.
+        Slots of other classes with the same first pool count, because any of these classes can use them, and
+        slots of requests that have spilled there.
         """
         lane = self._lanes.get((model, traffic_class))
         return None if lane is None else self._per_s(lane, now)
@@ -162,7 +165,7 @@ class WaitingLine:
         for lane in self._lanes.values():
             if lane.home is not None:
                 pools.setdefault(lane.home[1], []).append(lane.drain)
-        rates = {pool: Drain.per_s(drains, now, self._even_part(pool)) for pool, drains in pools.items()}
+        rates = {pool: self._rate(pool, drains, now) for pool, drains in pools.items()}
         return {
             name: None if lane.home is None else rates[lane.home[1]] for name, lane in self._lanes.items()
         }
@@ -235,11 +238,11 @@ class WaitingLine:
             return False
         return _expiry(ticket, now, ticket.traffic_class.waiting.max_wait_s) > now
 
-    def start_at_once(self, ticket: Ticket, now: float) -> None:
-        """Note that a request has started at once; it counts like an offer that was taken."""
+    def start_at_once(self, ticket: Ticket, backend: str, now: float) -> None:
+        """Note that a request has started at once on `backend`; it counts like an offer that was taken."""
         lane, cost = self._settled(ticket), ticket.cost
         lane.shares.start(ticket.key, cost)
-        self._started(ticket, lane, cost, now)
+        self._started(ticket, lane, backend, cost, now)
 
     def offer_at_once(self, ticket: Ticket, candidates: tuple[Candidate, ...], now: float) -> Offer | None:
         """Offer a request a slot without a turn, or return None if it has to enter the queue.
@@ -278,12 +281,12 @@ class WaitingLine:
         """Return whether a request has an unanswered offer."""
         return ticket_id in self._offered
 
-    def started(self, ticket_id: str, now: float) -> None:
-        """Note that a request has taken the slot it was offered."""
+    def started(self, ticket_id: str, backend: str, now: float) -> None:
+        """Note that a request has taken the slot it was offered on `backend`."""
         offered = self._offered.pop(ticket_id)
         ticket = offered.entry.ticket
         offered.shares.advance(offered.tag)
-        self._started(ticket, self._lane(ticket), ticket.cost, now)
+        self._started(ticket, self._lane(ticket), backend, ticket.cost, now)
 
     def missed(self, ticket_id: str, backends: Sequence[str], now: float) -> None:
         """Note that the offered slots were gone, and return the request to its position in the queue."""
@@ -303,7 +306,9 @@ class WaitingLine:
         self._gone_until.pop(backend, None)
         running = self._running.pop(ticket_id, None)
         if running is not None:
-            lane, since = running
+            lane, since, has_spilled = running
+            if has_spilled:
+                self._count_spilled(lane, backend, -1)
             if since > self._started_at.get(backend, 0.0):
                 self._started_at[backend] = since
             lane.drain.note_released(since, now, answered=answered)
@@ -440,10 +445,21 @@ class WaitingLine:
         self._remove(entry)
         self._note_offer(entry, offer, self._lane(entry.ticket).shares)
 
-    def _started(self, ticket: Ticket, lane: Lane, cost: int, now: float) -> None:
+    def _started(self, ticket: Ticket, lane: Lane, backend: str, cost: int, now: float) -> None:
         lane.drain.note_started(now)
         self._tokens_started.add((ticket.model, ticket.traffic_class.name, ticket.key), cost, now)
-        self._running[ticket.id] = (lane, now)
+        has_spilled = lane.home is not None and backend not in lane.home[1]
+        if has_spilled:
+            self._count_spilled(lane, backend, 1)
+        self._running[ticket.id] = (lane, now, has_spilled)
+
+    def _count_spilled(self, lane: Lane, backend: str, change: int) -> None:
+        spilled = self._spilled.setdefault(backend, Counter())
+        spilled[lane] += change
+        if not spilled[lane]:
+            del spilled[lane]
+        if not spilled:
+            del self._spilled[backend]
 
     def _note_offer(self, entry: Entry, offer: Offer, shares: Shares) -> None:
         tag = shares.charge(entry.ticket.key, entry.cost)
@@ -488,7 +504,16 @@ class WaitingLine:
             return None
         pool = lane.home[1]
         drains = [one.drain for one in self._lanes.values() if one.home is not None and one.home[1] == pool]
-        return Drain.per_s(drains, now, self._even_part(pool))
+        return self._rate(pool, drains, now)
+
+    def _rate(self, pool: frozenset[str], drains: Sequence[Drain], now: float) -> float | None:
+        """Return the slots per second that become free in a pool, which is the first one of these classes."""
+        guests = [
+            (lane.drain, running)
+            for name in pool & self._spilled.keys()
+            for lane, running in self._spilled[name].items()
+        ]
+        return Drain.per_s(drains, now, self._even_part(pool), guests)
 
     def _even_part(self, pool: frozenset[str]) -> float:
         """Return this process's even part of what all processes run on a pool; 0 without peers.
