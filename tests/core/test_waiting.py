@@ -1103,6 +1103,22 @@ def test_a_chat_does_not_spill_while_a_document_waits_there() -> None:
     assert site.taken["chat"][0] == "push"
 
 
+def test_a_document_keeps_spills_only_from_backends_that_could_take_it() -> None:
+    site = Site()
+    site.policy = replace(site.policy, pools={**site.policy.pools, "both": Pool("both", ("light", "push"))})
+    site.loads["push"] = Load(seqs=10, share=admission.WHOLE)
+    scan = Demand(seqs=1, prompt_tokens=50_000, total_tokens=50_100, images=1)
+    site.enter("scan", traffic_class=replace(LONG, pools=("both",)), demand=scan)
+    site.enter("chat", 0.1, traffic_class=TrafficClass("chat", ("push", "light")))
+
+    assert site.line.long_waiting() == {"push": 1}  # light takes no images
+    assert site.start(0.1) == ["chat"]
+    assert site.taken["chat"][0] == "light"
+
+    site.line.leave("scan")
+    assert site.line.long_waiting() == {}
+
+
 @pytest.mark.parametrize(("reserve", "started"), [(0.125, ["chat"]), (0.0, [])])
 def test_a_long_job_that_waits_keeps_spills_out_only_where_jobs_leave_nothing_free(
     reserve: float, started: list[str]
@@ -2326,6 +2342,16 @@ def test_a_model_that_cannot_be_back_in_time_is_not_waited_for(
     found = site.enter("a", traffic_class=traffic_class)
     assert (None if found is None else (found.reason, found.expected_wait_s)) == refused
     assert found is None or found.retry_after_s == 59.0
+
+
+def test_a_model_that_is_in_does_not_count_for_what_it_could_not_take() -> None:
+    site = Site()
+    site.line.expect({"push": 200.0})
+    image = Demand(seqs=1, prompt_tokens=10, total_tokens=20, images=1)
+
+    refused = site.enter("an image", traffic_class=CHAT, demand=image)
+    assert refused is not None
+    assert (refused.reason, refused.expected_wait_s) == (Reason.WAIT_TOO_LONG, 200.0)
 
 
 def test_who_waited_in_vain_for_a_model_is_not_told_to_come_back_at_once() -> None:

@@ -136,10 +136,8 @@ class WaitingLine:
                 alike.setdefault(ticket.first_pool, []).append(since)
                 continue
             for name in ticket.first_pool:
-                if name in found and name not in ticket.failed:
-                    backend = ticket.policy.backends[name]
-                    if selection.could_take(backend, ticket.demand):
-                        found[name] += Backlog(1, since)
+                if name in found and ticket.may_run_on(name):
+                    found[name] += Backlog(1, since)
         for pool, waits in alike.items():
             together = Backlog(len(waits), min(waits))
             for name in found.keys() & set(pool):
@@ -432,7 +430,7 @@ class WaitingLine:
         if ticket.demand.is_job and ticket.policy.pools[ticket.traffic_class.pools[0]].jobs.reserve:
             return  # jobs leave room for others there, so one that waits does not keep these from spilling
         for name in ticket.first_pool:
-            if name in ticket.failed:  # it waits for the other backends
+            if not ticket.may_run_on(name):  # it waits for the other backends
                 continue
             count = self._long_waiting.get(name, 0) + change
             if count:
@@ -480,10 +478,10 @@ class WaitingLine:
         return ahead, max(away_s, (ahead + 1) / per_s)
 
     def _away_s(self, ticket: Ticket, now: float) -> float:
-        """Return the time until the first backend of a request's class can be back; 0 if one is running."""
+        """Return the time until the first backend that could take a request is back; 0 if one is running."""
         if not self._back_at:
             return 0.0
-        names = set(ticket.policy.backends_of(ticket.traffic_class)) - ticket.failed
+        names = filter(ticket.may_run_on, ticket.policy.backends_of(ticket.traffic_class))
         back_at = min((self._back_at.get(name, now) for name in names), default=now)
         return max(0.0, back_at - now)
 

@@ -69,6 +69,10 @@ class Ticket:
         demand, backends = self.demand, self.policy.backends
         return all(selection.could_take(backends[name], demand) for name in self.first_pool)
 
+    def may_run_on(self, name: str) -> bool:
+        """Return whether a backend of its class could take it, and has not failed it."""
+        return name not in self.failed and selection.could_take(self.policy.backends[name], self.demand)
+
     @property
     def cost(self) -> int:
         """Tokens charged to its key when it starts."""
