@@ -232,7 +232,7 @@ def worker(
     def read(job: Job, body: bytes) -> wire.WireRequest:
         facts = JobFacts.of(job)
         trace = None if tracing is None else tracing.begin(None, parse(facts.trace))
-        arrival = Arrival(new_request_id(), clock.wall(), clock.now(), trace)
+        arrival = Arrival(new_request_id(), clock.wall(), clock.now(), trace, job=job.id)
         received = Received(arrival, body, job.new.key, facts.headers, ())
         found = wire.read(Endpoint.CHAT, received, wanted)
         queued_s = 0.0 if job.started_at is None else max(0.0, job.started_at - job.created_at)

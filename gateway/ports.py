@@ -65,6 +65,7 @@ class Arrival:
         received_at: Monotonic seconds.
         trace: Its place in a trace; None if tracing is off.
         route: The template of the requested path; "" for anything without a route, such as a job.
+        job: The id of the job that it is an attempt of; "" if it is none.
     """
 
     id: str
@@ -72,6 +73,7 @@ class Arrival:
     received_at: float
     trace: Trace | None = None
     route: str = ""
+    job: str = ""
 
 
 class Incoming(Protocol):

@@ -80,6 +80,7 @@ class RequestRecord:
         due_s: Deadline of its first token, from arrival: the target plus the allowance for prefill.
         trace: Its trace; the attempts are the children 1, 2, ... of its own span.
         route: Template of the request path; "" for a job.
+        job: The id of the job that it became, or is an attempt of; "" if there is none.
         asked: The recorded request; None if it failed before its prompt was counted.
     """
 
@@ -108,6 +109,7 @@ class RequestRecord:
     due_s: float | None = None
     trace: Trace | None = None
     route: str = ""
+    job: str = ""
     asked: RequestFeatures | None = None
 
     @property

@@ -256,7 +256,7 @@ class Background:
                 new.priority.value,
                 extra=about("job_accepted", id=id, lane=new.lane, priority=new.priority.value),
             )
-        self._recorder.finished(_record(incoming, decision, status, decided_at, self._clock.now()))
+        self._recorder.finished(_record(incoming, decision, found.id, status, decided_at, self._clock.now()))
         return found, facts.as_accepted(found) if found.id == id else None
 
     async def is_served_elsewhere(self, model: str) -> bool:
@@ -529,9 +529,9 @@ def gone(id: str, param: str | None = None) -> ResponseNotFound:
 
 
 def _record(
-    incoming: Incoming, decision: Decision, status: int, decided_at: float, now: float
+    incoming: Incoming, decision: Decision, job: str, status: int, decided_at: float, now: float
 ) -> RequestRecord:
-    """Return the record of a request that was submitted as a job."""
+    """Return the record of a request that was submitted as the job `job`."""
     request, arrival = incoming.request, incoming.arrival
     return RequestRecord(
         id=arrival.id,
@@ -548,6 +548,7 @@ def _record(
         decision=decision,
         trace=arrival.trace,
         route=arrival.route,
+        job=job,
     )
 
 

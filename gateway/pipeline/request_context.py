@@ -147,6 +147,7 @@ class RequestContext:
             None if ticket is None else ticket.due_s,
             arrival.trace,
             arrival.route,
+            arrival.job,
             self._asked(),
         )
 

@@ -524,6 +524,8 @@ def request_fields(record: RequestRecord) -> dict[str, Any]:
     fields: dict[str, Any] = {"event": "request", "id": record.id}
     if record.trace:
         fields["trace"] = f"{record.trace.own.trace_id:032x}"
+    if record.job:
+        fields["job"] = record.job
     fields["ending"] = record.ending._value_  # `value` would take two calls
     fields["status"] = record.status
     if record.error_code:
@@ -539,6 +541,8 @@ def request_fields(record: RequestRecord) -> dict[str, Any]:
         fields["pool"] = record.pool
         fields["backend"] = record.backend
     fields["attempts"] = len(record.attempts)
+    if record.ending in _LEVELS and record.attempts and record.attempts[-1].detail:
+        fields["reason"] = record.attempts[-1].detail
     if decision:
         fields["estimate"] = decision.estimate.tokens
     if usage:
@@ -564,4 +568,5 @@ class _Sentence:
         tokens = f", {fields['estimate']} tokens" if "estimate" in fields else ""
         error = f" {fields['code']}" if "code" in fields else ""
         took = f"{fields['total_s']:.2f} s, {fields['ending']}"
-        return f"{fields['status']}{error} {where}{tokens}{first}, {took}"
+        reason = f": {fields['reason']}" if "reason" in fields else ""
+        return f"{fields['status']}{error} {where}{tokens}{first}, {took}{reason}"

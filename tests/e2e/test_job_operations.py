@@ -4,7 +4,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,10 +104,10 @@ async def admin_of(process: Process) -> str:
 
 @asynccontextmanager
 async def world(
-    folder: Path, store: RedisServer | None, *, drain_s: int = 60, speed: int = 20
+    folder: Path, store: RedisServer | None, *, drain_s: int = 60, speed: int = 20, fault: Sequence[str] = ()
 ) -> AsyncIterator[World]:
     async with AsyncExitStack() as stack:
-        arguments = ("simulate", "--profile", "h100-tp1-light", "--port", "0", "--speed", str(speed))
+        arguments = ("simulate", "--profile", "h100-tp1-light", "--port", "0", "--speed", str(speed), *fault)
         engine = await stack.enter_async_context(running(*arguments))
         backend = (await engine.wait_for(r"(http://127\.0\.0\.1:\d+)"))[1]
         rest = REST.format(drain_s=drain_s)
@@ -341,6 +341,30 @@ async def test_jobs_are_looked_at_cancelled_and_tried_again(tmp_path: Path, stor
         fields = json.loads(said[0])
         assert (fields["id"], fields["lane"], fields["status"]) == (waits.id, LANE, ended.status)
         assert (fields["attempts"], fields["failures"]) == (1, 0)
+
+
+async def test_the_log_says_by_a_jobs_id_who_submitted_it_and_how_each_attempt_went(
+    tmp_path: Path, store: RedisServer
+) -> None:
+    async with world(tmp_path, store, fault=("--fault", "error", "--fault-count", "1")) as site:
+        serving, working = await site.serve(), await site.worker()
+
+        submitted = await serving.openai.responses.with_raw_response.create(**ASK, max_output_tokens=5)
+        id = submitted.parse().id
+        await working.process.wait_for(rf'"event": "job_ended", "id": "{id}"')
+
+        output = serving.process.output + working.process.output
+        lines = [json.loads(line) for line in output.splitlines() if line.startswith("{") and id in line]
+        handed_over, failed, judged, served, ended = lines
+        assert (handed_over["id"], handed_over["ending"]) == (
+            submitted.headers["x-request-id"],
+            "handed_over",
+        )
+        assert (failed["backend"], failed["ending"], failed["reason"]) == ("light-0", "failed", "status 500")
+        assert (judged["event"], judged["code"]) == ("job_attempt_failed", failed["code"])
+        assert (served["backend"], served["status"], "reason" in served) == ("light-0", 200, False)
+        assert ended["event"] == "job_ended"
+        assert [line["job"] for line in (handed_over, failed, served)] == [id] * 3
 
 
 async def test_what_is_asked_for_wrongly_is_refused(tmp_path: Path, store: RedisServer) -> None:

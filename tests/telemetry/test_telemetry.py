@@ -3,7 +3,7 @@
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -678,6 +678,37 @@ def test_levels_mean_something(ending: str, level: str) -> None:
     (line,) = out.getvalue().splitlines()
     assert f" {level} " in line
     assert "short_chat -> light-0, 100 tokens, first token 0.50 s, 2.50 s" in line
+
+
+@pytest.mark.usefixtures("_logging_as_it_was")
+@pytest.mark.parametrize(
+    ("ending", "outcomes", "reason"),
+    [
+        ("failed", ["failed", "unreachable"], "unreachable here"),
+        ("failed", ["draining"], "draining here"),  # no fault, so that `attempt_failed` does not say it
+        ("broken", ["failed"], "failed here"),
+        ("shed", ["failed"], "failed here"),
+        ("shed", [], None),
+        ("completed", ["failed", "ok"], None),
+        ("rejected", ["rejected"], None),  # an engine's words about a prompt may quote it
+        ("left", ["cancelled"], None),
+    ],
+)
+def test_a_request_that_was_not_served_says_why_its_last_attempt_failed(
+    ending: str, outcomes: Sequence[str], reason: str | None
+) -> None:
+    attempts = tuple(replace(ATTEMPT, outcome=Outcome(one), detail=f"{one} here") for one in outcomes)
+    record = replace(RECORD, ending=Ending(ending), attempts=attempts)
+    for out in (io.StringIO(), Terminal()):
+        logs.set_up("info", out)
+
+        RequestLog().finished(record)
+
+        (line,) = out.getvalue().splitlines()
+        if not isinstance(out, Terminal):
+            assert json.loads(line).get("reason") == reason
+        else:
+            assert line.endswith(f", {ending}" + (f": {reason}" if reason else ""))
 
 
 @pytest.mark.usefixtures("_logging_as_it_was")
