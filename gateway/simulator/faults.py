@@ -11,6 +11,8 @@ OF_THE_SERVER = frozenset({Fault.REFUSE, Fault.HANG, Fault.CRASH, Fault.RESTART,
 NONSENSE = frozenset({Fault.CHANNEL_MARKERS, Fault.EMPTY_ANSWER, Fault.WRONG_TEXT})
 """Faults of the model's output, sent correctly."""
 
+_MEMBERS = {"fault", "count", "for_s", "after_chunks"}
+
 
 class Faults:
     """The fault that applies to requests, until its count is used up or it is ended."""
@@ -47,7 +49,9 @@ def order_from(data: Mapping[str, Any]) -> FaultOrder | None:
     Raises:
         ValueError: it is invalid; the message lists valid values.
     """
-    name = data.get("fault")
+    if "fault" not in data or not data.keys() <= _MEMBERS:
+        raise ValueError('an order is {"fault": NAME}, if need be with count, for_s and after_chunks')
+    name = data["fault"]
     if name is None:
         return None
     if name not in tuple(Fault):

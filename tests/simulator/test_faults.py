@@ -54,9 +54,12 @@ def test_orders_are_read(data: dict[str, Any], order: FaultOrder | None) -> None
         {"fault": "hang", "count": "two"},
         {"fault": "error", "count": 0},
         {"fault": "abort", "after_chunks": None},
+        {"fault": "hang", "seconds": 5},
+        {"kind": "hang"},
+        {},
     ],
-    ids=["unknown", "count", "no-request", "after-chunks"],
+    ids=["unknown", "count", "no-request", "after-chunks", "another-member", "no-fault", "empty"],
 )
 def test_orders_that_make_no_sense_are_refused(data: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"unknown fault|whole number|at least 1"):
+    with pytest.raises(ValueError, match=r"unknown fault|whole number|at least 1|an order is"):
         order_from(data)
