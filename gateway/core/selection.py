@@ -271,22 +271,22 @@ class _Alone:
 
 
 def stay(
-    taken: Iterable[Candidate], start: Candidate, shares: Mapping[str, float]
+    busy: Iterable[Candidate], start: Candidate, shares: Mapping[str, float]
 ) -> tuple[str, float] | None:
     """Return the backend for which a request should wait, and how many seconds, instead of starting at once.
 
-    That is a busy one that has seen more of its conversation. None if there is none, or nothing to gain.
+    That is the one that has seen more of its conversation, and saves most. None if none does.
 
     Args:
-        taken: Where it cannot start now.
+        busy: Where it cannot start now, but soon.
         start: Where it could.
         shares: Per backend, the share of its conversation that the backend has seen.
     """
     least = shares.get(start.backend, 0.0)
     used = min(1.0, start.load.share / admission.WHOLE)
     found: tuple[str, float] | None = None
-    for one in taken:
-        if shares.get(one.backend, 0.0) <= least or (one.excluded is not None and not one.excluded.is_busy):
+    for one in busy:
+        if shares.get(one.backend, 0.0) <= least:
             continue
         saved_s = (start.claim.prefill_ms - one.claim.prefill_ms) / 1000
         if saved_s > 0 and (found is None or saved_s > found[1]):

@@ -569,7 +569,7 @@ class Weights:
 
     `spare_knee` dominates. `speed` ranks a slow server behind a fast one in the same pool. `prefix_affinity`
     is a tie-break for chats, in line with the benefit measured in the routing study
-    (docs/measurements.md#affinity), and more than that for long conversations (docs/routing.md#conversations).
+    (docs/measurements.md#affinity), and more for long conversations (docs/routing.md#conversations).
     `slow_context` is a cost that applies only to engines that stall at one prompt length (docs/quirks.md).
     """
 

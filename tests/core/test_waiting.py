@@ -5,6 +5,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -918,13 +919,50 @@ def test_a_conversation_that_waits_for_its_backend_starts_there_before_a_later_r
     assert [site.taken[name][0] for name in ("short", "turn", "later")] == ["push", "light", "push"]
 
 
-def test_a_conversation_does_not_wait_for_a_backend_that_is_down() -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"status": replace(UP, state=State.EJECTED)},
+        {"status": replace(UP, state=State.DRAINING)},
+        {"away": (Exclusion.SWAPPED_OUT, "its box serves another model")},
+    ],
+    ids=["ejected", "draining", "swapped-out"],
+)
+def test_a_conversation_does_not_wait_for_a_backend_that_is_out(changes: dict[str, Any]) -> None:
     site = two_that_read(Site())
-    site.status["light"] = replace(UP, state=State.EJECTED)
     site.enter("turn", traffic_class=PATIENT, prompt=10_000, prefix_shares={"light": 0.9})
+    views = dict(site.views())
+    views["light"] = replace(views["light"], **changes)
+
+    assert [offer.candidates[0].backend for offer in site.line.turn(0.0, views).offers] == ["push"]
+
+
+def test_a_conversation_that_has_spilled_does_not_wait_for_the_later_pool() -> None:
+    site = two_that_read(Site())
+    site.policy = replace(site.policy, pools={**site.policy.pools, "light": Pool("light", ("light",))})
+    site.loads["push"] = Load(10, 1_000_000)
+    two_pools = replace(PATIENT, pools=("light", "push"))
+    site.enter("turn", traffic_class=two_pools, prompt=10_000, prefix_shares={"push": 0.9})
 
     assert site.start() == ["turn"]
-    assert site.taken["turn"][0] == "push"
+    assert site.taken["turn"][0] == "light"
+
+
+def test_a_conversation_waits_for_its_backend_while_that_is_held_for_another() -> None:
+    site = two_that_read(Site(knee=8))
+    site.policy = replace(site.policy, pools={**site.policy.pools, "only": Pool("only", ("light",))})
+    site.loads = {"light": Load(7, 875_000), "push": Load(9, 900_000)}
+    two_seqs = Demand(seqs=2, prompt_tokens=100, total_tokens=200)
+    site.enter("before", traffic_class=replace(PATIENT, name="only", pools=("only",)), demand=two_seqs)
+    fields = {"traffic_class": PATIENT, "prompt": 1_500, "prefix_shares": {"light": 0.9}}
+    site.enter("turn", 0.1, **fields)
+
+    turn = site.turn(0.1)
+    assert not turn.offers
+    assert turn.next_turn_at == pytest.approx(0.1 + 3.7 * 0.135)
+    site.line.leave("before")
+    assert site.start(0.1) == ["turn"]
+    assert site.taken["turn"][0] == "light"
 
 
 def test_a_long_conversation_waits_for_no_long_prefill_where_it_is_cached() -> None:

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gateway.core import admission, selection
 from gateway.core.health import BackendStatus, State
+from gateway.core.perf import PerfModel
 from gateway.core.selection import BackendView
 from gateway.core.values import (
     Backend,
@@ -32,10 +33,11 @@ UP = BackendStatus(state=State.UP, served_models=("gemma",))
 WINDOW = 262_144
 SHORT_FIRST = Capacity(WINDOW, (KneeStep(2_000, 4), KneeStep(16_000, 2), KneeStep(None, 1)))
 LONG_FIRST = Capacity(WINDOW, (KneeStep(16_000, 6), KneeStep(None, 3)))
+READING = PerfModel(t_fixed=0, t_mem=0, kv_read=0, kv_span=0, t_seq=0, t_tok=1e-4, t_attn=0, sharp=1)
 BACKENDS = {
-    "light-0": Backend("light-0", "http://light-0", SHORT_FIRST),
-    "light-1": Backend("light-1", "http://light-1", SHORT_FIRST),
-    "push": Backend("push", "http://push", LONG_FIRST),
+    "light-0": Backend("light-0", "http://light-0", SHORT_FIRST, perf=READING),
+    "light-1": Backend("light-1", "http://light-1", SHORT_FIRST, perf=READING),
+    "push": Backend("push", "http://push", LONG_FIRST, perf=READING),
 }
 CLASSES = (
     TrafficClass("chat", ("light", "push"), waiting=Waiting(waiting_max=12, waiting_bytes_max=100)),
@@ -91,6 +93,7 @@ class Line(RuleBasedStateMachine):
         size=st.integers(0, 40),
         patience=st.sampled_from([None, None, 0.5, 4.0]),
         is_job=st.sampled_from([False, False, True]),
+        seen_by=st.sampled_from([None, None, *BACKENDS]),
     )
     def arrive(
         self,
@@ -101,6 +104,7 @@ class Line(RuleBasedStateMachine):
         size: int,
         patience: float | None,
         is_job: bool = False,
+        seen_by: str | None = None,
     ) -> None:
         self.count += 1
         demand = Demand(seqs=seqs, prompt_tokens=prompt, total_tokens=prompt + 100, is_job=is_job)
@@ -115,6 +119,7 @@ class Line(RuleBasedStateMachine):
             prefill_s=prompt / 10_000,
             size_bytes=size,
             deadline=None if patience is None else self.now + patience,
+            prefix_shares={} if seen_by is None else {seen_by: 0.9},
         )
         refused = self.line.enter(ticket, self.now)
         if refused is None:
@@ -123,6 +128,10 @@ class Line(RuleBasedStateMachine):
         else:
             assert refused.position >= 1
             assert 1 <= refused.retry_after_s <= 59
+
+    @rule(seen_by=st.sampled_from(["light-0", "light-1"]))
+    def converse(self, seen_by: str) -> None:
+        self.arrive(CLASSES[0], 3_000, 1, "a", 0, None, False, seen_by)
 
     @precondition(lambda self: not self.offers)
     @rule()
@@ -260,7 +269,20 @@ class Line(RuleBasedStateMachine):
                 for name, backend in BACKENDS.items()
             }
             ranked = selection.rank(POLICY, ticket.traffic_class, ticket.demand, views)
-            assert all(candidate.excluded is not None for candidate in ranked)
+            (waiter,) = self.line.waiters(self.now)
+            assert waiter.stays_for or all(candidate.excluded is not None for candidate in ranked)
+
+    @invariant()
+    def after_a_turn_who_stays_for_a_backend_is_looked_at_before_half_its_time_is_over(self) -> None:
+        if not self.is_settled:
+            return
+        for waiter in self.line.waiters(self.now):
+            if waiter.stays_for:
+                ticket, entered = self.waiting[waiter.id]
+                assert ticket.prefix_shares == {waiter.stays_for: 0.9}
+                most = entered + ticket.traffic_class.waiting.longest_wait_s / 2
+                assert self.look_at is not None
+                assert self.now <= self.look_at <= min(most, entered + 4 * ticket.prefill_s) + 1e-6
 
     def teardown(self) -> None:
         """When everything ends, whoever waits is started, and every place is to be had again."""

@@ -90,8 +90,8 @@ class Room:
         shares = entry.ticket.prefix_shares
         if not shares:
             return False
-        taken = [one for one in ranked if one not in free]
-        found = selection.stay(taken, free[0], shares)
+        able = [one for one in ranked if one.excluded is None and one not in free]  # but held for another
+        found = selection.stay([*able, *filter(_is_waited_for, ranked)], free[0], shares)
         if found is None:
             return False
         backend, seconds = found

@@ -164,7 +164,8 @@ class WeightsSection(Section):
 
     prefix_affinity: Weight = _WEIGHTS.prefix_affinity
     """Prefer the replica that holds a conversation's prefix, the more the longer reading it again would take.
-    With 0, nothing counts as cached, as with engines that cache no prefixes (docs/routing.md#conversations)."""
+    With 0, nothing counts as cached, as with engines that cache no prefixes
+    (docs/routing.md#conversations)."""
 
     slow_context: Weight = _WEIGHTS.slow_context
     """Keep prompts away from a busy backend that stalls at their length (docs/quirks.md#context_2k_stall)."""
