@@ -177,13 +177,14 @@ class Gateway:
         recorders: list[Recorder | None] = [self.metrics, self.journal, RequestLog()]
         recorders += [self.tracing, self.decisions]
         recorder = Recorders([one for one in recorders if one is not None])
+        prefixes = MemoryPrefixIndex()
         self.pipeline = Pipeline(
             policy=lambda: self.policy,
             estimator=self.estimator,
             ledger=self.ledger,
             fleet=self.fleet,
             upstream=self.upstream,
-            prefixes=MemoryPrefixIndex(),
+            prefixes=prefixes,
             drift=self.drift,
             counts=self.counts,
             watch=watch,
@@ -228,6 +229,7 @@ class Gateway:
             estimator=self.estimator,
             line=line,
             watch=watch,
+            prefixes=prefixes,
             policy=lambda: self.policy,
             keys=digests,
             clock=self.clock,

@@ -16,6 +16,7 @@ from gateway.core.batches import (
     BatchStatus,
     RunningLine,
 )
+from gateway.core.conversations import Conversations
 from gateway.core.errors import GatewayError
 from gateway.core.facts import Attempts, Learned
 from gateway.core.files import FileRefusal, NewFile, StoredFile
@@ -439,11 +440,21 @@ class PrefixIndex(Protocol):
     def held(self, prefixes: Prefixes) -> Mapping[str, float]:
         """Return, per backend id, the share (0..1) of this conversation's bytes that it has cached."""
 
-    def remember(self, prefixes: Prefixes, backend_id: str) -> None:
-        """Record that a backend now has these prefixes cached."""
+    def remember(self, prefixes: Prefixes, backend_id: str, prompt_tokens: int, now: float) -> None:
+        """Record that a backend now, in monotonic seconds, has cached these prefixes of a prompt."""
 
     def forget(self, backend_id: str) -> None:
         """Record that a backend has nothing cached: its process has ended, or keeps no cache."""
+
+
+class SharedPrefixes(Protocol):
+    """Which backends hold which conversations, shared between gateways, in addition to `PrefixIndex`."""
+
+    def conversations(self, now: float) -> Conversations:
+        """Return where this process had long conversations answered lately; `now` in monotonic seconds."""
+
+    def hear(self, backend_id: str, key: int) -> None:
+        """Record that a backend has answered a conversation for another gateway."""
 
 
 class JobStore(Protocol):

@@ -12,6 +12,8 @@ life.
 
 import json
 import logging
+import os
+import secrets
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -53,6 +55,10 @@ the machine or the container was suspended, nothing has been missed."""
 REPORT_BYTES_MAX = 1_000_000
 """Maximum size of a worker's report, which is one line. A choice that bounds memory: a report is a few
 addresses or a list of mistakes."""
+
+HASH_SEEDS = 2**32
+"""How many values PYTHONHASHSEED has. Workers share one, unknown to callers, so that they know conversations
+by the same keys (`core.conversations`)."""
 
 STOP = b"!"
 REREAD = b"r"
@@ -196,6 +202,7 @@ class WorkerGroup:
         self._starting = 0
         self.ended_well = True
         self.command = interpreters.command("gateway.worker")
+        self._environ = {"PYTHONHASHSEED": str(secrets.randbelow(HASH_SEEDS)), **os.environ}
         self._ready = ready
         self._is_ready = False
         self._processes: dict[int, Process] = {}
@@ -289,7 +296,7 @@ class WorkerGroup:
     async def _started(self, command: Sequence[str], listen_fd: int) -> Process:
         self._starting += 1
         try:
-            return await interpreters.start(command, pass_fds=(listen_fd,))
+            return await interpreters.start(command, env=self._environ, pass_fds=(listen_fd,))
         finally:
             self._starting -= 1
             self._let_go()

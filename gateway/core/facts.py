@@ -10,6 +10,7 @@ from dataclasses import field
 from typing import TypeVar
 
 from gateway.core.class_counts import TextKind
+from gateway.core.conversations import Conversations
 from gateway.core.health import Verdict
 from gateway.core.value import valueclass
 
@@ -72,6 +73,7 @@ class Facts:
         long_waiting: Per backend, the long prompts that wait for it as their first choice.
         knee_shares: Per backend, the share of its knee (millionths) that its own measurements of TPOT lately
             led to.
+        conversations: Which backends answered long conversations lately.
     """
 
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
@@ -80,6 +82,7 @@ class Facts:
     started: Mapping[Flow, int] = field(default_factory=dict)
     long_waiting: Mapping[str, int] = field(default_factory=dict)
     knee_shares: Mapping[str, int] = field(default_factory=dict)
+    conversations: Conversations = Conversations()
 
 
 # ------------------------------------------------------------------ how it adds up

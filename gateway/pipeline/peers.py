@@ -4,16 +4,21 @@ Each process adopts from its peers what it could not observe itself, so that any
 of one fleet make the same decisions. Adopted facts are kept apart from first-hand ones and never passed on.
 """
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from gateway.core.admission import WHOLE
+from gateway.core.conversations import HASHING, Conversations
 from gateway.core.facts import Facts, increases, least, pooled, summed
 from gateway.core.health import PeerAttempts, PeerVerdict
 from gateway.core.values import Policy
 from gateway.core.waiting import WaitingLine
+from gateway.events import about
 from gateway.pipeline.watch import BackendWatch
-from gateway.ports import Clock, SharedHealth, SharedLearning
+from gateway.ports import Clock, SharedHealth, SharedLearning, SharedPrefixes
+
+log = logging.getLogger("gateway.store")
 
 
 class Peers:
@@ -26,6 +31,7 @@ class Peers:
         estimator: SharedLearning,
         line: WaitingLine,
         watch: BackendWatch,
+        prefixes: SharedPrefixes,
         policy: Callable[[], Policy],
         keys: Collection[str],
         clock: Clock,
@@ -38,16 +44,19 @@ class Peers:
             estimator: Source of learned statistics about prompt counting; receives those of peers.
             line: Source of started tokens and waiting long prompts; accounts for those of peers.
             watch: Source of knee shares; applies the lowest one of all peers.
+            prefixes: Source of where conversations were answered; hears where those of peers were.
             policy: Returns the current policy; facts about anything it does not contain are ignored.
             keys: Names of the API keys; empty if callers need none.
             clock: Source of times.
             on_waiting: Called when the number of long prompts waiting at peers has changed.
         """
         self._fleet, self._estimator, self._line, self._watch = fleet, estimator, line, watch
+        self._prefixes = prefixes
         self._policy, self._clock, self._on_waiting = policy, clock, on_waiting
         self._keys: frozenset[str | None] = frozenset(keys or (None,))
         self._known: Mapping[str, Facts] = {}
         self._long_waiting: Mapping[str, int] = {}
+        self._unread: set[str] = set()  # peers that hash differently
 
     def replace_keys(self, keys: Collection[str]) -> None:
         """Replace the names of the API keys."""
@@ -62,16 +71,19 @@ class Peers:
             started=self._line.tokens_started(self._clock.now()),
             long_waiting=self._line.long_waiting_here(),
             knee_shares=self._watch.shares(),
+            conversations=self._prefixes.conversations(self._clock.now()),
         )
 
     def hear(self, facts: Mapping[str, Facts]) -> None:
         """Apply the facts of all live peers, by name."""
         before, self._known = self._known, dict(facts)
         self._line.note_peers(len(facts))
+        self._unread &= facts.keys()
         for gateway, told in facts.items():
             old = before.get(gateway)
             self._hear_of_backends(gateway, told, old)
             self._charge(told, old)
+            self._hear_of_conversations(gateway, told.conversations, old)
         self._estimator.note_learned(pooled(told.learned for told in facts.values()))
         self._watch.note_shares(least(told.knee_shares for told in facts.values()))
         self._note_long_waiting(summed(told.long_waiting for told in facts.values()))
@@ -87,6 +99,8 @@ class Peers:
                 "tokens_started": sum(told.started.values()),
                 "long_waiting": told.long_waiting,
                 "knee_shares": {name: share / WHOLE for name, share in told.knee_shares.items()},
+                "conversations": sum(map(len, told.conversations.answered.values())),
+                "hashes_alike": told.conversations.hashing == HASHING,
             }
             for gateway, told in self._known.items()
         }
@@ -101,6 +115,21 @@ class Peers:
         )
         for name in {**served, **failed}:
             self._fleet.hear(name, PeerAttempts(served.get(name, 0), failed.get(name, 0)))
+
+    def _hear_of_conversations(self, gateway: str, told: Conversations, old: Facts | None) -> None:
+        if told.hashing == HASHING:
+            backends = self._policy().backends
+            for name, key in told.since(Conversations() if old is None else old.conversations):
+                if name in backends:
+                    self._prefixes.hear(name, key)
+        elif told.answered and gateway not in self._unread:
+            self._unread.add(gateway)
+            log.info(
+                "%s hashes texts differently: conversations are not recognized across the two, unless both "
+                "are started with the same PYTHONHASHSEED",
+                gateway,
+                extra=about("conversations_unshared", gateway=gateway),
+            )
 
     def _charge(self, told: Facts, old: Facts | None) -> None:
         classes = {

@@ -683,7 +683,8 @@ class Pipeline:
 
     def _learn(self, context: RequestContext, candidate: Candidate) -> None:
         request, decision = context.incoming.request, context.decision
-        self._prefixes.remember(request.prefixes, candidate.backend)
+        tokens = 0 if decision is None else decision.demand.prompt_tokens
+        self._prefixes.remember(request.prefixes, candidate.backend, tokens, self._clock.now())
         model = context.policy.model(request.model)
         several_prompts = request.endpoint is Endpoint.COMPLETIONS and request.choices > 1
         if decision is None or model is None or context.usage is None or several_prompts:

@@ -9,7 +9,8 @@ including the range of each number; invalid facts and other versions are ignored
      "ratios": {"latin": [answers, mean_log]}, "margin": p99_tokens,
      "started": [["gemma-4", "short_chat", "name of a key or null", tokens]],
      "long_waiting": {"push": 2},
-     "knee_shares": {"light-0": 900000}}
+     "knee_shares": {"light-0": 900000},
+     "hashing": -123, "conversations": {"light-0": [[number, key]]}}
 """
 
 import logging
@@ -21,6 +22,7 @@ from msgspec import Meta, Struct
 
 from gateway.core.admission import WHOLE
 from gateway.core.class_counts import TextKind
+from gateway.core.conversations import TOLD_MAX, Conversations
 from gateway.core.facts import Attempts, Facts, Learned, Ratio
 from gateway.core.health import State, Verdict
 from gateway.core.value import valueclass
@@ -48,6 +50,7 @@ LEFT_MAX_S = 86_400.0
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Few = Annotated[int, Meta(ge=0, le=FEW_MAX)]
 _Share = Annotated[int, Meta(ge=1, le=WHOLE)]
+_Hash = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _KINDS = {kind.value: kind for kind in TextKind}
 
 
@@ -72,6 +75,8 @@ class _Document(Struct):
     started: list[tuple[str, str, str | None, _Count]] = []
     long_waiting: dict[str, _Few] = {}
     knee_shares: dict[str, _Share] = {}
+    hashing: _Hash = 0
+    conversations: dict[str, Annotated[list[tuple[_Count, _Hash]], Meta(max_length=TOLD_MAX)]] = {}
 
 
 def encode(facts: Facts) -> str:
@@ -93,6 +98,8 @@ def encode(facts: Facts) -> str:
         started=[(*flow, tokens) for flow, tokens in facts.started.items()],
         long_waiting={name: min(count, FEW_MAX) for name, count in facts.long_waiting.items()},
         knee_shares=dict(facts.knee_shares),
+        hashing=facts.conversations.hashing,
+        conversations={name: list(told) for name, told in facts.conversations.answered.items()},
     )
     return msgspec.json.encode(document).decode()
 
@@ -124,6 +131,9 @@ def decode(text: str) -> Facts | None:
         started={(model, name, key): tokens for model, name, key, tokens in document.started},
         long_waiting=document.long_waiting,
         knee_shares=document.knee_shares,
+        conversations=Conversations(
+            document.hashing, {name: tuple(told) for name, told in document.conversations.items()}
+        ),
     )
 
 

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Mapping
 
+from gateway.core.conversations import TOLD_MIN_TOKENS, Answered, Conversations
 from gateway.core.values import Prefixes
 
 HOLDERS_MAX = 4
@@ -32,6 +33,7 @@ class MemoryPrefixIndex:
         self._entries_max = entries_max
         self._holders: OrderedDict[int, tuple[_Cache, ...]] = OrderedDict()
         self._caches: dict[str, _Cache] = {}  # by backend
+        self._answered = Answered()
 
     def held(self, prefixes: Prefixes) -> Mapping[str, float]:
         """See `ports.PrefixIndex.held`."""
@@ -42,10 +44,12 @@ class MemoryPrefixIndex:
                     shares[cache.backend] = share
         return shares
 
-    def remember(self, prefixes: Prefixes, backend_id: str) -> None:
+    def remember(self, prefixes: Prefixes, backend_id: str, prompt_tokens: int = 0, now: float = 0.0) -> None:
         """See `ports.PrefixIndex.remember`."""
         if not prefixes:
             return
+        if prompt_tokens >= TOLD_MIN_TOKENS:
+            self._answered.note(prefixes[-1][0], backend_id, now)
         of, cache = self._holders, self._caches.get(backend_id)
         if cache is None:
             cache = self._caches[backend_id] = _Cache(backend_id)
@@ -66,3 +70,12 @@ class MemoryPrefixIndex:
         cache = self._caches.pop(backend_id, None)
         if cache is not None:
             cache.is_gone = True
+            self._answered.forget(backend_id)
+
+    def conversations(self, now: float) -> Conversations:
+        """See `ports.SharedPrefixes.conversations`."""
+        return self._answered.told(now)
+
+    def hear(self, backend_id: str, key: int) -> None:
+        """See `ports.SharedPrefixes.hear`."""
+        self.remember(((key, 1.0),), backend_id)  # and tell nobody

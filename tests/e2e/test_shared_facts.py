@@ -17,7 +17,7 @@ from support.redis_server import RedisServer, own_server
 from support.site import Site, simulated, site
 
 from gateway.core.health import State
-from gateway.core.values import Prompt, TemplateCosts, Turn
+from gateway.core.values import Load, Prompt, TemplateCosts, Turn
 from gateway.simulator import Fault, FaultOrder, Simulator, simulator
 from gateway.store.fallback import FallbackLedger, Mode
 
@@ -278,3 +278,23 @@ async def test_a_gateway_that_is_gone_stops_counting(
         await pair.one.eventually(lambda: name(third) not in heard_by(pair.one), within_s=40)
 
         assert name(pair.other) in heard_by(pair.one)
+
+
+async def test_a_conversation_returns_to_its_backend_through_another_gateway(two_gateways: Any) -> None:
+    replicas = {f"push-{number}": {"profile": "h100-tp2-push"} for number in range(2)}
+    classes = [{"class": "chat", "pools": ["push"], "waiting": {"max_wait_s": 60}}]
+    async with two_gateways(replicas, classes, pools={"push": list(replicas)}) as pair:
+        busy = Load(seqs=20, share=500_000)
+        slot = await pair.one.gateway.ledger.acquire("push-0", busy, Load(99, 10**6, 10**6, 99, 99, 10**6))
+        said = await pair.one.openai().chat.completions.create(
+            model="gemma-4", messages=DOCUMENT, max_tokens=5
+        )
+        await pair.one.gateway.ledger.release(slot)
+        await pair.other.eventually(lambda: heard_by(pair.other)[name(pair.one)]["conversations"] == 1)
+        answer = {"role": "assistant", "content": said.choices[0].message.content}
+        more = [*DOCUMENT, answer, {"role": "user", "content": "And then?"}]
+        asked = pair.other.openai().chat.completions.with_raw_response
+        response = await asked.create(model="gemma-4", messages=more, max_tokens=5)
+
+        assert response.headers["x-gateway-backend"] == "push-1"
+        assert pair.backends["push-1"].host.engine.found_tokens > 10_000

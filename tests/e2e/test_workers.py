@@ -219,6 +219,21 @@ async def test_both_serve_and_share_one_limit(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize("gateway", [REAL], indirect=True)
+async def test_both_know_conversations_by_the_same_keys(gateway: Gateway) -> None:
+    async with clients.http() as operator:
+        for url in gateway.admin:
+            told: list[bool] = []
+
+            async def has_heard(url: str = url, told: list[bool] = told) -> bool:
+                others = (await operator.get(f"{url}/admin/replicas")).json()["others"]
+                told[:] = [one["hashes_alike"] for one in others.values()]
+                return bool(told)
+
+            await until(has_heard)
+            assert told == [True]
+
+
+@pytest.mark.parametrize("gateway", [REAL], indirect=True)
 async def test_a_worker_that_is_killed_is_replaced_and_gives_back_what_it_held(gateway: Gateway) -> None:
     waited: list[Any] = []
 

@@ -1,5 +1,6 @@
 """Gateways that tell each other their facts, in any order, twice, or not at all; without a store between."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,6 +9,7 @@ import pytest
 from support.world import POLICY, StillClock
 
 from gateway.core.admission import WHOLE
+from gateway.core.conversations import HASHING, TOLD_MIN_TOKENS, Conversations
 from gateway.core.facts import Attempts, Facts, Learned
 from gateway.core.health import HealthRules, Outcome, ProbeOk, State, Verdict
 from gateway.core.selection import BackendView
@@ -16,6 +18,7 @@ from gateway.core.waiting import Ticket, WaitingLine
 from gateway.pipeline import BackendWatch, Peers
 from gateway.store.facts import decode, encode
 from gateway.store.memory import MemoryLedger
+from gateway.store.prefixes import MemoryPrefixIndex
 from gateway.tokenizer import PromptEstimator
 from gateway.upstream.probes import Prober
 
@@ -33,6 +36,7 @@ class Gateway:
         self.fleet = Prober(POLICY.backends, HealthRules(), self.clock, secrets={}, tls={})
         self.estimator = PromptEstimator(None)
         self.line = WaitingLine()
+        self.prefixes = MemoryPrefixIndex()
         self.looks = 0
         self.watch = BackendWatch(lambda: POLICY, MemoryLedger(), self.clock)
         self.peers = Peers(
@@ -40,6 +44,7 @@ class Gateway:
             estimator=self.estimator,
             line=self.line,
             watch=self.watch,
+            prefixes=self.prefixes,
             policy=lambda: POLICY,
             keys=keys,
             clock=self.clock,
@@ -312,6 +317,8 @@ def test_an_operator_sees_what_the_others_tell(here: Gateway, there: Gateway) ->
         "tokens_started": 700,
         "long_waiting": {"push": 1},
         "knee_shares": {"push": 0.9},
+        "conversations": 0,
+        "hashes_alike": True,
     }
 
 
@@ -346,3 +353,58 @@ def test_what_is_said_of_a_backend_that_is_not_configured_here_is_ignored(here: 
     here.hear(x=elsewhere)
 
     assert set(here.fleet.statuses()) == set(POLICY.backends)
+
+
+# ------------------------------------------------------------------ conversations
+
+FIRST_TURN = ((1, 0.4), (2, 1.0))
+NEXT_TURN = ((1, 0.3), (2, 0.7), (3, 1.0))
+
+
+def test_a_long_conversation_is_known_where_it_was_not_served(here: Gateway, there: Gateway) -> None:
+    there.prefixes.remember(FIRST_TURN, "light-1", TOLD_MIN_TOKENS, 0.0)
+    here.hear(there)
+
+    assert here.prefixes.held(NEXT_TURN) == {"light-1": 0.7}
+    assert here.peers.facts().conversations.answered == {}  # nothing is passed on
+    assert here.peers.view()["there"]["conversations"] == 1
+    assert here.peers.view()["there"]["hashes_alike"]
+
+
+def test_a_short_one_is_not(here: Gateway, there: Gateway) -> None:
+    there.prefixes.remember(FIRST_TURN, "light-1", TOLD_MIN_TOKENS - 1, 0.0)
+    here.hear(there)
+
+    assert here.prefixes.held(NEXT_TURN) == {}
+
+
+def test_what_a_backend_has_lost_does_not_come_back_by_being_heard_again(
+    here: Gateway, there: Gateway
+) -> None:
+    there.prefixes.remember(FIRST_TURN, "light-1", TOLD_MIN_TOKENS, 0.0)
+    here.hear(there)
+    here.prefixes.forget("light-1")
+    here.hear(there)
+
+    assert here.prefixes.held(NEXT_TURN) == {}
+
+
+def test_a_backend_that_is_not_in_the_configuration_holds_nothing(here: Gateway, there: Gateway) -> None:
+    there.prefixes.remember(FIRST_TURN, "elsewhere", TOLD_MIN_TOKENS, 0.0)
+    here.hear(there)
+
+    assert here.prefixes.held(NEXT_TURN) == {}
+
+
+def test_keys_of_a_process_that_hashes_differently_are_not_read(
+    here: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gateway.store")
+    answered = {"light-1": ((1, 2),)}
+    for _ in range(2):
+        here.hear(x=Facts(conversations=Conversations(HASHING + 1, answered)), y=Facts())
+
+    assert here.prefixes.held(NEXT_TURN) == {}
+    assert not here.peers.view()["x"]["hashes_alike"]
+    fields = [record.__dict__.get("fields") or {} for record in caplog.records]
+    assert [one["gateway"] for one in fields if one.get("event") == "conversations_unshared"] == ["x"]

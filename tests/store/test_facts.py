@@ -11,6 +11,7 @@ import pytest
 from support.redis_server import RedisServer, limited
 
 from gateway.core.class_counts import TextKind
+from gateway.core.conversations import Conversations
 from gateway.core.facts import STARTED_MAX, Attempts, Facts, Learned, Ratio
 from gateway.core.health import State, Verdict
 from gateway.core.values import Load
@@ -28,6 +29,7 @@ FULL = Facts(
     started={("gemma-4", "short_chat", "team a"): 123_456, ("gemma-4", "short_chat", None): 7},
     long_waiting={"push": 2},
     knee_shares={"light-0": 900_000},
+    conversations=Conversations(-(2**63), {"push": ((1, -5), (3, 2**63 - 1)), "light-0": ((2, 0),)}),
 )
 WITHIN_S = 20.0
 
