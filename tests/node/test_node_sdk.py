@@ -60,7 +60,8 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
         running = await stack.enter_async_context(
             site(
                 folder,
-                fleet=simulated(LIGHT) | simulated({"slow": "h100-tp1-light"}, speed=2.0),
+                fleet=simulated(LIGHT)
+                | simulated({"slow": "h100-tp1-light"}, speed=2.0, prefix_caching=False),
                 pools={"light": list(LIGHT), "slow": ["slow"]},
                 models={
                     "gemma-4": {
