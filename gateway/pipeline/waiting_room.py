@@ -135,9 +135,14 @@ class WaitingRoom:
         if self._is_closed:
             await self._turn_away(ticket, None)
         offer = None
-        if ranking is not None and ranking.first is not None and not _may_stay(ticket, ranking):
-            if (slot := self._at_once(ticket, ranking.first)) is not None:
-                return ranking.first, slot
+        first = None if ranking is None else ranking.first
+        if (
+            ranking is not None
+            and first is not None
+            and not (ranking.passed_over and _may_stay(ticket, ranking))
+        ):
+            if (slot := self._at_once(ticket, first)) is not None:
+                return first, slot
             offer = self.line.offer_at_once(ticket, ranking.eligible, self._clock.now())
         if offer is None:
             refused = self.line.enter(ticket, self._clock.now(), has_waited=has_waited)
@@ -264,11 +269,10 @@ def _may_stay(ticket: Ticket, ranking: Ranking) -> bool:
 
     Whether the request should wait for it is for the line to say (`selection.stay`).
     """
-    shares, passed_over = ticket.prefix_shares, ranking.passed_over
-    if not (shares and passed_over and ranking.first):
-        return False
+    assert ranking.first is not None
+    shares = ticket.prefix_shares
     least = shares.get(ranking.first.backend, 0.0)
-    return any(reason.is_busy and shares.get(name, 0.0) > least for name, reason in passed_over)
+    return any(reason.is_busy and shares.get(name, 0.0) > least for name, reason in ranking.passed_over)
 
 
 def _shed(refused: Refused) -> ShedError:
