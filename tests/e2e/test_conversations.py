@@ -1,0 +1,50 @@
+"""A long conversation returns to the backend that has it in its prefix cache, and waits for it."""
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+from support.site import Site, simulated, site
+
+DOCUMENT = "The river runs past the old mill. " * 3_000
+REPLICAS = ("push-0", "push-1")
+LASTING: Any = {"max_tokens": 50_000, "stream": True, "extra_body": {"ignore_eos": True}}
+CLASS = {"class": "chat", "pools": ["push"], "waiting": {"max_wait_s": 60}}
+
+
+async def chat(gateway: Site, *said: str, **fields: Any) -> tuple[str, Any]:
+    """Return the backend that answered, and the answer; of `said`, every other is the model's."""
+    messages: Any = [
+        {"role": "assistant" if number % 2 else "user", "content": text} for number, text in enumerate(said)
+    ]
+    fields = {"max_tokens": 5, **fields}
+    asked = gateway.openai().chat.completions.with_raw_response
+    response = await asked.create(model="gemma-4", messages=messages, **fields)
+    return response.headers["x-gateway-backend"], response.parse()
+
+
+async def test_the_next_turn_waits_for_the_backend_that_has_read_the_rest(tmp_path: Path) -> None:
+    knee = {"limits": {"knee_seqs": 1}}
+    fleet = simulated(dict.fromkeys(REPLICAS, "h100-tp2-push"), speed=20.0)
+    pools, models = {"push": list(REPLICAS)}, {"gemma-4": {"classes": [CLASS]}}
+    async with site(tmp_path, fleet=fleet, backend=knee, pools=pools, models=models) as gateway:
+        first, answer = await chat(gateway, DOCUMENT)
+        text = answer.choices[0].message.content
+        other, stream = await chat(gateway, "Go on for ever.", **LASTING)
+        assert (first, other) == ("push-0", "push-0")
+
+        served: list[str] = []
+
+        async def next_turn() -> None:
+            served.append((await chat(gateway, DOCUMENT, text, "And then?"))[0])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(next_turn)
+            line = gateway.gateway.pipeline.room.line
+            await gateway.eventually(lambda: [one.stays_for for one in line.waiters(0.0)] == ["push-0"])
+            elsewhere, _ = await chat(gateway, "Why is the sky blue?")  # is not kept from the other one
+            await stream.close()
+
+    assert (served, elsewhere) == (["push-0"], "push-1")
+    assert gateway.backends["push-0"].host.engine.found_tokens > 20_000
+    assert gateway.backends["push-1"].host.engine.queried_tokens < 100
