@@ -134,6 +134,10 @@ def _waited_for(found: Mapping[str, Any]) -> list[str]:
 _SCORES = {"spare knee": "spare_knee", "speed": "speed", "affinity": "prefix_affinity"}
 
 
+_RARE = {"saved, s": "prefill_saved_s", "slow context": "slow_context"}
+"""Shown only where one is not 0."""
+
+
 def show(found: Mapping[str, Any]) -> None:
     """Print an explanation, given as JSON, for people."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
@@ -171,8 +175,9 @@ def show(found: Mapping[str, Any]) -> None:
 
 def _table(candidates: list[Mapping[str, Any]]) -> Table:
     shown = dict(_SCORES)
-    if any(candidate["scores"].get("slow_context") for candidate in candidates):
-        shown["slow context"] = "slow_context"
+    for title, score in _RARE.items():
+        if any(candidate["scores"].get(score) for candidate in candidates):
+            shown[title] = score
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("", "backend", "pool", "score", *shown, "why not"):
         table.add_column(column, overflow="fold")  # replicas differ in the last letter of their names

@@ -7,12 +7,14 @@ const PARTS = [
   ["spare_knee", "spare knee"],
   ["speed", "speed"],
   ["prefix_affinity", "affinity"],
+  ["prefill_saved_s", "prefill saved, s"],
   ["slow_context", "slow context"],
 ];
+const RARE = new Set(["prefill_saved_s", "slow_context"]);
 
 /** The candidates, best first. `chosen`: the backend that served it in the end. */
 export function candidateTable(candidates, chosen = null) {
-  const parts = PARTS.filter(([name]) => name !== "slow_context" || candidates.some((one) => one.scores[name]));
+  const parts = PARTS.filter(([name]) => !RARE.has(name) || candidates.some((one) => one.scores[name]));
   const best = Math.max(0.001, ...candidates.map((one) => one.score));
   let rank = 0;
   return h(

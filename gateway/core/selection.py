@@ -590,10 +590,10 @@ def _candidate(
     )
 
 
-_Scores = tuple[float, float, float, float]
-"""Spare knee, speed, prefix affinity, slow context. Affinity is the share of the conversation that the
-backend has seen, and the seconds of prefill that this saves. By the share alone, a lead of a fifth of the
-knee moved conversations whose prefill took several seconds elsewhere (docs/routing.md)."""
+_Scores = tuple[float, float, float, float, float]
+"""Spare knee, speed, prefix affinity, saved prefill, slow context. Affinity is the share of the conversation
+that the backend has seen; the prefill that this saves, in seconds, counts with it. By the share alone, a lead
+of a fifth of the knee moved conversations whose prefill took several seconds elsewhere (docs/routing.md)."""
 
 _Scored = tuple[int, float, int, Case, float, _Scores]
 """Sort key first: health preference, negated score, and place in the pool, which breaks ties. Then the case,
@@ -610,19 +610,25 @@ def _scored(fit: Sequence[Case], weights: Weights) -> list[_Scored]:
         speed = 1.0 if own is None or fastest <= 0 else own / fastest
         used = (view.load.share + case.claim.share) / admission.WHOLE
         spare = 1 - used if used < 1 else 0.0
-        affinity = view.prefix_share
+        affinity, saved_s = view.prefix_share, 0.0
         if affinity and _counts_cached(case.demand):
-            affinity += admission.prefill_s(view.backend, case.demand) - case.claim.prefill_ms / 1000
+            saved_s = admission.prefill_s(view.backend, case.demand) - case.claim.prefill_ms / 1000
         # Some engines stall at certain prompt lengths while other requests run.
         slow = -min(1.0, used) if quirks and stalls(quirks, case.demand.prompt_tokens) else 0.0
         score = weights.spare_knee * spare + weights.speed * speed
-        score += weights.prefix_affinity * affinity + weights.slow_context * slow
-        scores = (spare, speed, affinity, slow)
+        score += weights.prefix_affinity * (affinity + saved_s) + weights.slow_context * slow
+        scores = (spare, speed, affinity, saved_s, slow)
         found.append((preference(view.status), -score, at, case, score, scores))
     return found
 
 
 def _eligible(scored: _Scored) -> Candidate:
-    _, _, _, case, score, (spare, speed, affinity, slow) = scored
-    scores = {"spare_knee": spare, "speed": speed, "prefix_affinity": affinity, "slow_context": slow}
+    _, _, _, case, score, (spare, speed, affinity, saved_s, slow) = scored
+    scores = {
+        "spare_knee": spare,
+        "speed": speed,
+        "prefix_affinity": affinity,
+        "prefill_saved_s": saved_s,
+        "slow_context": slow,
+    }
     return _candidate(case, None, "", scores, score)

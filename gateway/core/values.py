@@ -871,7 +871,7 @@ class Candidate:
         pool: The pool in which it was considered.
         excluded: Why it is excluded, or None.
         detail: The explanation in words, with figures.
-        scores: Each score before weighting, in 0..1; a cost in -1..0. Affinity may exceed 1.
+        scores: Each score before weighting, in 0..1; a cost in -1..0; saved prefill in seconds.
         score: Their weighted sum.
         load: Its load at that moment.
         knee_seqs: Its knee for this request's prompt length.

@@ -15,6 +15,9 @@ _AFFINITY_MIN = 0.05
 """Share of a prompt seen before from which on it is given as the reason. A choice: a few shared words are
 none."""
 
+_SAVED_MIN_S = 0.1
+"""Less prefill than this is not told to be saved. A choice: nobody notices it."""
+
 _FULL = {"at_knee": "at the knee", "kv_full": "out of KV blocks"}
 _NO_CONDITION = "takes everything else"  # as core/classification.py puts it
 
@@ -90,7 +93,10 @@ def _choice(
         return f"spilled: {_sentence(excluded, f'{first} had filled up')}", f"{first} is full"
     affinity = chosen["scores"].get("prefix_affinity", 0.0)
     if affinity >= _AFFINITY_MIN:
-        return f"{chosen['backend']} has seen {affinity:.0%} of its prefix", f"{affinity:.0%} seen before"
+        saved_s = chosen["scores"].get("prefill_saved_s", 0.0)
+        saves = f", which saves {saved_s:.1f} s" if saved_s >= _SAVED_MIN_S else ""
+        seen = f"{affinity:.0%}"
+        return f"{chosen['backend']} has seen {seen} of its prefix{saves}", f"{seen} seen before"
     in_pool = [c for c in candidates if c["pool"] == chosen["pool"] and c is not chosen]
     names = {c["backend"] for c in in_pool}
     if out := [one for one in excluded if one[0] in names]:

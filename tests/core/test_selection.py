@@ -474,9 +474,21 @@ def test_a_ranking_keeps_every_candidate_with_its_scores() -> None:
         "spare_knee": pytest.approx(1 - 1 / 64),
         "speed": 1.0,
         "prefix_affinity": 0.0,
+        "prefill_saved_s": 0.0,
         "slow_context": 0.0,
     }
     assert ranking[0].score == pytest.approx(2 - 1 / 64)
+
+
+def test_what_a_backend_has_seen_scores_with_the_prefill_that_it_saves() -> None:
+    views = fleet(view(backend("light-1", LARGE, perf=MEASURED), prefix_share=0.75))
+    asked = Demand(seqs=1, prompt_tokens=20_000, total_tokens=21_000)
+
+    (first, *_) = selection.ranking(policy(), CHAT, asked, views)
+
+    assert (first.backend, first.scores["prefix_affinity"]) == ("light-1", 0.75)
+    assert first.scores["prefill_saved_s"] == pytest.approx(1.5)
+    assert first.score == pytest.approx(2 - 1 / 64 + 0.2 * (0.75 + 1.5))
 
 
 # ------------------------------------------------------------------ gates and spill

@@ -94,6 +94,17 @@ OVERLONG = out("tpu", "context_exceeded", "needs 22098 tokens, holds 16384")
             id="prefix",
         ),
         pytest.param(
+            record(
+                "light-1",
+                "light",
+                candidate("light-1", scores={"prefix_affinity": 0.9, "prefill_saved_s": 3.24}),
+                L0,
+            ),
+            "no other class matches; light-1 has seen 90% of its prefix, which saves 3.2 s",
+            "90% seen before",
+            id="prefix-of-a-long-prompt",
+        ),
+        pytest.param(
             record("push", "light", candidate("push"), class_reason="prompt_tokens 24004 >= 16000"),
             "prompt 24,004 >= 16,000; push has 98% of its knee free",
             "24,004 >= 16,000",
