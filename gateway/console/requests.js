@@ -187,6 +187,7 @@ function detail(record) {
     decision ? h("h3", { text: "Candidates when it arrived" }) : null,
     decision ? candidateTable(decision.candidates, record.backend) : null,
     placedWords(record),
+    cachedWords(record),
     h(
       "p",
       { class: "row" },
@@ -278,6 +279,12 @@ function waterfall(record, phases) {
 /** Why attempts failed: in words, because only a mouse finds what a bar is called. */
 function failureWords(phases) {
   return phases.filter((phase) => phase.kind === "bad" && phase.detail).map((phase) => h("p", { class: "demand" }, h("b", { text: phase.name }), `: ${phase.detail}`));
+}
+
+function cachedWords(record) {
+  const usage = record.usage;
+  if (!usage?.cached_tokens) return null;
+  return h("p", { class: "note", text: `${record.backend} found ${number(usage.cached_tokens)} of ${number(usage.prompt_tokens)} prompt tokens in its prefix cache.` });
 }
 
 function placedWords(record) {

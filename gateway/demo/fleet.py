@@ -29,7 +29,11 @@ async def run(
         urls: dict[str, str] = {}
         for seed, (name, profile) in enumerate(profiles.items()):
             options = simulator.SimulatorOptions(
-                profile=load(profile), speed=speed, seed=seed, answer_tokens=ANSWER_TOKENS
+                profile=load(profile),
+                speed=speed,
+                seed=seed,
+                answer_tokens=ANSWER_TOKENS,
+                prompt_tokens_details=True,
             )
             urls[name] = await servers.enter_async_context(simulator.running(options))
         for box, members in boxes.items():

@@ -4,6 +4,7 @@ The light backends are quick. The slow one has two slots and is at work for as l
 """
 
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -21,9 +22,9 @@ from support.browser import Page, browser
 from support.redis_server import own_server
 from support.site import Site, simulated, site
 
-FLEET = simulated({"light": "h100-tp1-light", "push": "h100-tp2-push"}) | simulated(
-    {"slow": "h100-tp1-light"}, speed=0.2
-)
+FLEET = simulated(
+    {"light": "h100-tp1-light", "push": "h100-tp2-push"}, prompt_tokens_details=True
+) | simulated({"slow": "h100-tp1-light"}, speed=0.2)
 KEYS = {name: {"sha256": sha256(name.encode()).hexdigest()} for name in ("web", "batch")}
 MODELS: dict[str, Any] = {
     "gemma-4": {
@@ -195,6 +196,18 @@ async def test_a_request_that_waited_says_for_whom(bench: Bench) -> None:
 
     assert "slow: at knee" in await bench.shown(".opened .verdict")
     assert "at knee" in await bench.shown('.detail [data-candidate="slow"][data-excluded="at_knee"]')
+
+
+async def test_a_turn_of_a_conversation_says_what_that_saved(bench: Bench) -> None:
+    said = [{"role": "user", "content": "The river runs past the old mill. " * 300}]
+    await bench.chat(messages=said)
+    more = [*said, {"role": "assistant", "content": "So it does."}, {"role": "user", "content": "And then?"}]
+    name = await bench.chat(messages=more)
+    await bench.page.click(f'tbody[data-request="{name}"] .opener')
+    detail = await bench.shown(".opened")
+
+    assert re.search(r"light found 2\s\d{3} of 2\s\d{3} prompt tokens in its prefix cache", detail)
+    assert re.search(r"prefill saved, s 0\.[1-9]", detail)
 
 
 async def test_all_of_it_works_by_keyboard(bench: Bench) -> None:
