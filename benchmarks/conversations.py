@@ -1,7 +1,7 @@
 """Measures what it is worth to send a conversation back to where it was, in virtual time.
 
     python benchmarks/conversations.py
-    python benchmarks/conversations.py --policy gateway --callers 80 --seeds 101-105
+    python benchmarks/conversations.py --policy gateway --callers 300 --pause 60 --seeds 101-103
 
 Agents talk to servers of one profile. Each turn sends everything that was said before and a little more, and
 comes a while after the answer to the last one; a caller who is refused tries again a little later, with the
@@ -64,7 +64,7 @@ ADDED_TOKENS, ANSWER_TOKENS, SIGMA = 1_200, 250, 0.7
 """Means of what a turn adds, the result of a tool or a question, and of an answer; log-normal."""
 
 PAUSE_S = 5.0
-"""Mean of the time between an answer and the next turn."""
+"""Mean of the time between an answer and the next turn, if no other is asked for."""
 
 RETRY_S = 5.0
 """How long a caller waits after a refusal."""
@@ -115,10 +115,10 @@ class Turn:
 class Callers:
     """Agents that take turns: they say what arrives next, and when."""
 
-    def __init__(self, callers: int, seed: int, *, is_known: bool) -> None:
+    def __init__(self, callers: int, seed: int, *, is_known: bool, pause_s: float = PAUSE_S) -> None:
         self._dice = [random.Random(f"{seed} {number}") for number in range(callers)]
         self._ids, self._conversations = count(), count(1)
-        self._is_known = is_known
+        self._is_known, self._pause_s = is_known, pause_s
 
     def first(self) -> list[Turn]:
         """Return the first turn of each, in order of arrival."""
@@ -129,12 +129,12 @@ class Callers:
         """Return what comes after a turn: the next one, or the same again; None at the end."""
         turn = fate.arrival
         dice = self._dice[turn.caller]
-        if fate.done_at is None:
-            again = replace(turn, id=next(self._ids), at=now + RETRY_S * dice.uniform(0.5, 1.5))
-            return again if again.at < DURATION_S else None
-        at = now + dice.expovariate(1 / PAUSE_S)
+        is_over = fate.done_at is not None
+        at = now + (dice.expovariate(1 / self._pause_s) if is_over else RETRY_S * dice.uniform(0.5, 1.5))
         if at >= DURATION_S:
             return None
+        if not is_over:
+            return replace(turn, id=next(self._ids), at=at)
         added = clipped(lognormal(dice, ADDED_TOKENS, SIGMA), 16, 20_000)
         prompt = turn.prompt_tokens + fate.output_tokens + added
         if prompt > LAST_TOKENS:
@@ -283,7 +283,16 @@ class Score:
     cached: float
 
 
-def run(policy: str, *, is_known: bool, callers: int, servers: int, profile: str, seed: int) -> Score:
+def run(
+    policy: str,
+    *,
+    is_known: bool,
+    callers: int,
+    servers: int,
+    profile: str,
+    seed: int,
+    pause_s: float = PAUSE_S,
+) -> Score:
     """Return what one run of one policy measures."""
     profiles = {f"server-{number}": library.load(profile) for number in range(servers)}
     router: Router[Turn]
@@ -296,7 +305,8 @@ def run(policy: str, *, is_known: bool, callers: int, servers: int, profile: str
             router = LeastInFlight()
         case _:
             raise ValueError(f"unknown policy {policy}; known: {', '.join(POLICIES)}")
-    fleet = Conversations(TakingTurns(router, Callers(callers, seed, is_known=is_known)), profiles)
+    agents = Callers(callers, seed, is_known=is_known, pause_s=pause_s)
+    fleet = Conversations(TakingTurns(router, agents), profiles)
     fleet.run()
     fates = [fate for fate in fleet.fates if fate.arrival.at >= WARM_UP_S]
     ttfts = quantiles([fate.ttft_s for fate in fates if fate.ttft_s is not None], n=100)
@@ -324,6 +334,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What it is worth to keep conversations where they are.")
     parser.add_argument("--policy", default=",".join(POLICIES), help="one or more of the policies")
     parser.add_argument("--callers", default="50", help="one or more numbers of agents")
+    parser.add_argument("--pause", type=float, default=PAUSE_S, help="mean seconds between turns")
     parser.add_argument("--servers", type=int, default=4)
     parser.add_argument("--profile", default="h100-tp2-push", help="the servers' profile")
     parser.add_argument("--seeds", default="101-105", help="a range, e.g. 101-105")
@@ -352,6 +363,7 @@ def main() -> None:
                     servers=arguments.servers,
                     profile=arguments.profile,
                     seed=seed,
+                    pause_s=arguments.pause,
                 )
                 for seed in seeds
             ]

@@ -906,6 +906,24 @@ def test_a_conversation_waits_for_its_busy_backend_as_long_as_that_pays(
     assert site.taken["turn"][0] == "push"
 
 
+def test_what_a_conversation_waits_before_another_has_room_costs_it_nothing() -> None:
+    """With more callers than slots, all wait for longer than a prefill takes before any slot is free."""
+    site = two_that_read(Site())
+    site.loads["light"], site.loads["push"] = Load(1, 1_000_000), Load(10, 1_000_000)
+    site.enter("turn", 0.0, traffic_class=PATIENT, prompt=10_000, prefix_shares={"light": 0.9})
+    assert site.start(20.0) == []
+
+    site.loads["push"] = Load(9, 900_000)
+    turn = site.turn(20.0)
+    assert not turn.offers
+    assert turn.next_turn_at == pytest.approx(20.0 + 3.7 * 0.9)
+    site.loads["push"] = Load(10, 1_000_000)
+    assert site.start(22.0) == []
+    site.loads["push"] = Load(9, 900_000)
+    assert site.start(23.0) == []  # its time goes on, and does not begin anew
+    assert site.start(23.4) == ["turn"]
+
+
 def test_a_conversation_that_waits_for_its_backend_starts_there_before_a_later_request() -> None:
     site = two_that_read(Site())
     site.loads["light"], site.loads["push"] = Load(1, 1_000_000), Load(8, 800_000)

@@ -273,16 +273,17 @@ class Line(RuleBasedStateMachine):
             assert waiter.stays_for or all(candidate.excluded is not None for candidate in ranked)
 
     @invariant()
-    def after_a_turn_who_stays_for_a_backend_is_looked_at_before_half_its_time_is_over(self) -> None:
+    def after_a_turn_who_stays_for_a_backend_is_looked_at_before_its_time_is_over(self) -> None:
         if not self.is_settled:
             return
         for waiter in self.line.waiters(self.now):
             if waiter.stays_for:
                 ticket, entered = self.waiting[waiter.id]
                 assert ticket.prefix_shares == {waiter.stays_for: 0.9}
-                most = entered + ticket.traffic_class.waiting.longest_wait_s / 2
+                expires_at = entered + ticket.traffic_class.waiting.longest_wait_s
+                most = min((self.now + expires_at) / 2, self.now + 4 * ticket.prefill_s)
                 assert self.look_at is not None
-                assert self.now <= self.look_at <= min(most, entered + 4 * ticket.prefill_s) + 1e-6
+                assert self.now <= self.look_at <= most + 1e-6
 
     def teardown(self) -> None:
         """When everything ends, whoever waits is started, and every place is to be had again."""

@@ -59,6 +59,7 @@ class Entry:
     passed: int = 0
     is_unproven: bool = False  # may be able to start at once; its first turn shows whether it has to wait
     stays_for: str = ""  # the busy backend for which it waits although another has room, as of the last turn
+    stays_since: float | None = None  # when another first had room for it
 
     @property
     def is_ordinary(self) -> bool:

@@ -85,7 +85,8 @@ class Room:
     def _stays(self, entry: Entry, free: Sequence[Candidate], ranked: Sequence[Candidate]) -> bool:
         """Return whether an entry waits for the backend that has its conversation, and note until when.
 
-        It does so for no more than half of what it may wait at all: another one may have to do then.
+        Its time runs from when another could first take it: what it waits before costs it nothing. It is no
+        more than half of what it may still wait then, because another one may have to do after that.
         """
         shares = entry.ticket.prefix_shares
         if not shares:
@@ -95,7 +96,8 @@ class Room:
         if found is None:
             return False
         backend, seconds = found
-        until = min(entry.entered_at + seconds, (entry.entered_at + entry.expires_at) / 2)
+        since = entry.stays_since = self._now if entry.stays_since is None else entry.stays_since
+        until = since + min(seconds, (entry.expires_at - since) / 2)
         if self._now >= until:
             return False
         entry.stays_for = backend
