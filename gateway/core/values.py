@@ -120,8 +120,9 @@ class Request:
         is_job: Whether it is a job: it may wait without a limit, and does not depend on an open connection.
         queued_s: How long it waited in the store as a job.
         handed_over_as: Name of the class it was assigned when it became a job, which it keeps; "" otherwise.
-        prefixes: Per message boundary, shortest first: a hash of everything before it, valid only in this
-            process, and the share (0..1) of the conversation's length that this is.
+        prefixes: Per message boundary, shortest first: a hash of everything before it in the prompt, tools
+            included, valid only in this process, and the share (0..1) of the prompt's length that this is.
+            Before the first message there is one only if tools have a turn of their own there.
     """
 
     endpoint: Endpoint

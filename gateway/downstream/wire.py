@@ -82,7 +82,10 @@ _UNCOUNTED = frozenset({"video_url", "image_embeds", "audio_embeds", "image_pil"
 
 _BOM = b"\xef\xbb\xbf"
 _TEMPLATE_KWARGS = "chat_template_kwargs"
-_ASIDE = frozenset({"tools", "stream_options", _TEMPLATE_KWARGS, "reasoning_effort", "mm_processor_kwargs"})
+_SALT = "cache_salt"
+_ASIDE = frozenset(
+    {"tools", "stream_options", _TEMPLATE_KWARGS, "reasoning_effort", "mm_processor_kwargs", _SALT}
+)
 """Members of a chat that are read but not part of `Chat`. Most requests have none of them."""
 _NO_PROMPT = "`prompt` must be a string, an array of strings or of tokens."
 
@@ -628,17 +631,21 @@ def _chat(
     raws: Sequence[msgspec.Raw] = ()
     if seen is None:
         raws = fields.items("messages", most=rules.messages_max)
-        messages: Sequence[Message | None] = [None] * len(raws)
+        messages = [_message(raw, f"messages.{index}") for index, raw in enumerate(raws)]
     else:
         messages = seen.messages
         _check_length(messages, "messages", rules.messages_max)
     if not messages:
         raise InvalidRequest("`messages` must not be empty.", param="messages")
+    before = _NOTHING if is_bare else _before(fields, tools)
+    asked = 0 if before.keeps_thoughts else _last_of_user(messages)
     turns: list[Turn] = []
-    read: list[tuple[int, int]] = []  # per message, a hash of the conversation up to it, and its size
-    key = size = parts = 0
-    for index, one in enumerate(messages):
-        message = _message(raws[index], f"messages.{index}") if one is None else one
+    read: list[tuple[int, int]] = []  # per turn, a hash of the conversation up to it, and its size
+    key, size = before.key, len(tools.json)
+    if size and messages[0].role not in ("system", "developer"):
+        read.append((key, size))  # a turn of nothing but the tools
+    parts = 0
+    for index, message in enumerate(messages):
         role = message.role
         content: object = message.content
         if type(content) is str and message.tool_calls is None:
@@ -656,22 +663,17 @@ def _chat(
                 raise InvalidRequest(complaint, code="too_many_items", param="messages")
             turn = _turn(message, f"messages.{index}", rules)
             turns.append(turn)
+            spelled = b""
             if isinstance(content, list):
                 raws = raws or fields.items("messages", most=rules.messages_max)
-                spelled = bytes(raws[index])
-                if cut is not None:
-                    spelled = cut.put_back(spelled)
-                key = hash((key, spelled))
-                size += len(spelled)
-            else:
-                key = hash((key, role, turn.texts, turn.tool_calls))
-                size += len(role) + sum(map(len, chain(turn.texts, *turn.tool_calls))) + 1
+                spelled = bytes(raws[index]) if cut is None else cut.put_back(bytes(raws[index]))
+            told, length = _told(turn, message, spelled, drops_thought=index < asked)
+            key = hash((key, *told))
+            size += length
         read.append((key, size))
     prefixes = tuple([(key, upto / size) for key, upto in read])
     if is_bare:
         return Prompt(turns=tuple(turns)), prefixes, 1
-    thinking = bool(_mapping(fields.any(_TEMPLATE_KWARGS)).get("enable_thinking"))
-    effort = fields.any("reasoning_effort")
     budget = _mapping(fields.any("mm_processor_kwargs")).get("max_soft_tokens")
     if isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0:
         budget = None
@@ -679,10 +681,62 @@ def _chat(
         turns=tuple(turns),
         tools_json=tools.json,
         tools_texts=tools.texts,
-        thinking=thinking or (effort is not None and effort != "none"),
+        thinking=before.thinking,
         image_budget=None if budget is None else min(budget, SOFT_TOKENS_MAX),
     )
     return prompt, prefixes, 1
+
+
+@valueclass(frozen=True, slots=True)
+class _Before:
+    """What decides what stands in a prompt before its messages.
+
+    Attributes:
+        key: A hash of it: of two prompts where it differs, an engine finds nothing of one for the other.
+        thinking: Whether the model is asked to think, which it is told in the first line.
+        keeps_thoughts: Whether the template keeps thoughts of earlier turns, too.
+    """
+
+    key: int = 0
+    thinking: bool = False
+    keeps_thoughts: bool = False
+
+
+_NOTHING = _Before()
+
+
+def _before(fields: _Fields, tools: "_Tools") -> _Before:
+    kwargs = _mapping(fields.any(_TEMPLATE_KWARGS))
+    effort = fields.any("reasoning_effort")
+    thinking = bool(kwargs.get("enable_thinking")) or (effort is not None and effort != "none")
+    salt = fields.raw(_SALT)
+    key = 0
+    if thinking or tools.json or salt is not None:
+        key = hash((thinking, tools.json, b"" if salt is None else bytes(salt)))
+    return _Before(key, thinking, bool(kwargs.get("preserve_thinking")))
+
+
+def _last_of_user(messages: Sequence[Message]) -> int:
+    """Return the index of the user's last message: the template drops the thoughts before it."""
+    return next((at for at in reversed(range(len(messages))) if messages[at].role == "user"), 0)
+
+
+def _told(
+    turn: Turn, message: Message, spelled: bytes, *, drops_thought: bool
+) -> tuple[Sequence[object], int]:
+    """Return what a message with parts or tool calls adds to the prompt, and its size.
+
+    `spelled`: the message as it came, if it has parts. Short texts count, not how their parts are spelled:
+    clients mark the last message to have it cached, another one each time, and some write a text as a part
+    only to do that.
+    """
+    if turn.images or turn.audios or len(spelled) >= LONG_BYTES:
+        return (spelled,), len(spelled)
+    texts = turn.texts
+    if drops_thought and turn.tool_calls:
+        texts = texts[: len(texts) - len(_thought(message))]
+    size = len(turn.role) + sum(map(len, chain(texts, *turn.tool_calls))) + 1
+    return (turn.role, *texts, *turn.tool_calls), size
 
 
 @valueclass(frozen=True, slots=True)
@@ -760,10 +814,15 @@ def _turn(message: Message, where: str, rules: WireRules) -> Turn:
     if listed is not None and not isinstance(listed, list):
         raise InvalidRequest("`tool_calls` must be an array.", param=f"{where}.tool_calls")
     calls = tuple(_call(call) for call in listed or () if isinstance(call, dict))
-    if calls:  # the template keeps a thought only if it led to a tool call
-        thought = message.reasoning or message.reasoning_content
-        texts = [*texts, thought] if isinstance(thought, str) else texts
+    if calls:
+        texts += _thought(message)
     return Turn(message.role, tuple(texts), calls, images, audios, long, before)
+
+
+def _thought(message: Message) -> tuple[str, ...]:
+    """Return the thought that led to the tool calls of a message: the template keeps no others."""
+    thought = message.reasoning or message.reasoning_content
+    return (thought,) if isinstance(thought, str) else ()
 
 
 def _call(call: Mapping[str, Any]) -> tuple[str, str]:

@@ -212,6 +212,7 @@ def read_chat(data: dict[str, Any], options: SimulatorOptions) -> ParsedCall:
     note_response_format(members)
     for name in ("model", "user"):
         members.text(name)
+    salt = members.text("cache_salt")
     members.boolean("parallel_tool_calls")
     kwargs = members.object("chat_template_kwargs")
     thinking = _is_thinking(members, kwargs, options)
@@ -253,6 +254,7 @@ def read_chat(data: dict[str, Any], options: SimulatorOptions) -> ParsedCall:
         generation_prompt=generation_prompt,
         continue_final=continue_final,
         image_tokens=budget if isinstance(budget, int) else IMAGE_TOKENS,
+        salt=salt or "",
     )
     return ParsedCall(
         options,

@@ -41,9 +41,15 @@ Part = str | Token
 
 @valueclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt as the engine gets it."""
+    """A prompt as the engine gets it.
+
+    Attributes:
+        parts: What it consists of.
+        salt: In the prefix cache, it is found for prompts with the same one only.
+    """
 
     parts: tuple[Part, ...]
+    salt: str = ""
 
     @property
     def chars(self) -> int:
@@ -78,7 +84,7 @@ class Rendered:
         """
         tokens = self.strings()
         keys: list[int] = []
-        key = 0
+        key = hash(self.salt)
         for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
             block = tuple(tokens[end - BLOCK_TOKENS : end])
             if not _UNREAD.isdisjoint(block):
@@ -100,6 +106,7 @@ def render(
     generation_prompt: bool = True,
     continue_final: bool = False,
     image_tokens: int = IMAGE_TOKENS,
+    salt: str = "",
 ) -> Rendered:
     """Return the prompt of a chat.
 
@@ -110,6 +117,7 @@ def render(
         generation_prompt: Whether the model's turn is opened.
         continue_final: Whether the last message is left open, to be continued.
         image_tokens: Soft tokens of an image.
+        salt: See `Rendered`.
     """
     parts: list[Part] = [_mark("<bos>")]
     rest = list(messages)
@@ -124,6 +132,7 @@ def render(
             declaration = json.dumps(tool.get("function", tool), separators=(",", ":"), ensure_ascii=False)
             parts += [_mark("<|tool>"), declaration, _mark("<tool|>")]
         parts += [_mark("<turn|>"), "\n"]
+    asked = max((at for at, message in enumerate(rest) if message.get("role") == "user"), default=-1)
     is_open = False  # a model turn that goes on: its tool's answer is part of it
     for index, message in enumerate(rest):
         if message.get("role") == "tool":
@@ -133,6 +142,8 @@ def render(
         role = "model" if message.get("role") == "assistant" else str(message.get("role"))
         if not (is_open and role == "model"):
             parts += [_mark("<|turn>"), role, "\n"]
+        if index > asked:
+            parts += _thought(message)
         parts += _tool_calls(message)
         parts += _content(message, image_tokens)
         is_open = bool(message.get("tool_calls"))
@@ -142,7 +153,7 @@ def render(
         parts += [_mark("<|turn>"), "model", "\n"]
         if not thinking:
             parts += [_mark("<|channel>"), "thought", "\n", _mark("<channel|>")]
-    return Rendered(tuple(part for part in parts if part))
+    return Rendered(tuple(part for part in parts if part), salt)
 
 
 def raw(text: str) -> Rendered:
@@ -175,6 +186,13 @@ def _content(message: Mapping[str, Any], image_tokens: int) -> Iterator[Part]:
                 yield from (_mark("<|image>"), _mark("<|image_token|>", image_tokens), _mark("<image|>"))
             case "input_audio" | "audio_url" | "audio":
                 yield from (_mark("<|audio>"), _mark("<|audio_token|>", AUDIO_TOKENS), _mark("<audio|>"))
+
+
+def _thought(message: Mapping[str, Any]) -> Iterator[Part]:
+    """Yield the thought that led to a tool call, which is kept until the user says something."""
+    thought = message.get("reasoning") or message.get("reasoning_content")
+    if isinstance(thought, str) and message.get("tool_calls"):
+        yield from (_mark("<|channel>"), f"thought\n{thought}\n", _mark("<channel|>"))
 
 
 def _tool_calls(message: Mapping[str, Any]) -> Iterator[Part]:

@@ -24,9 +24,10 @@ class _Cache:
 class MemoryPrefixIndex:
     """`ports.PrefixIndex` in memory.
 
-    The next turn of a conversation is everything before plus two messages. So it suffices to remember two
-    prefixes per request: the whole of it, with which the next turn begins, and the first message, which
-    conversations share if it is a system prompt.
+    The next turn of a conversation is everything before plus two messages. So it suffices to remember three
+    prefixes per request: the whole of it, with which the next turn begins; the same without the last message,
+    for agents that append a reminder to each request and drop it from the next, and for questions after the
+    same examples; and the first message, which conversations share if it is a system prompt.
     """
 
     def __init__(self, entries_max: int = 65_536) -> None:
@@ -53,7 +54,7 @@ class MemoryPrefixIndex:
         of, cache = self._holders, self._caches.get(backend_id)
         if cache is None:
             cache = self._caches[backend_id] = _Cache(backend_id)
-        for key in {prefixes[0][0], prefixes[-1][0]}:
+        for key, _ in prefixes if len(prefixes) < 3 else (prefixes[0], *prefixes[-2:]):
             holders = of.get(key)
             if holders is None:
                 of[key] = (cache,)  # the newest entry

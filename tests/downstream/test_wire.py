@@ -890,7 +890,8 @@ def test_what_comes_after_leaves_the_prefixes_before_it_as_they_were(after: list
         [{"role": "user", "content": "a"}, {"role": "user", "content": "c"}],
         [{"role": "user", "content": "ab"}],
         [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
-        [{"role": "user", "content": ["a"]}, {"role": "user", "content": "b"}],
+        [{"role": "user", "content": ["a", "b"]}],
+        [{"role": "user", "content": ["a", ""]}, {"role": "user", "content": "b"}],
         [{"role": "user", "content": "b"}, {"role": "user", "content": "a"}],
     ],
 )
@@ -910,6 +911,98 @@ def test_a_conversation_shares_its_prefixes_with_its_next_turn() -> None:
     assert len(long) == 4
     assert [share for _, share in long] == sorted(share for _, share in long)
     assert long[-1][1] == 1.0
+
+
+def keys(messages: list[Any], **fields: Any) -> list[int]:
+    return [key for key, _ in chat(messages=messages, **fields).request.prefixes]
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+SYSTEM_AND_USER = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [tool("f")]},
+        {"tools": [tool("f"), tool("g")]},
+        {"tools": [tool("g"), tool("f")]},
+        {"reasoning_effort": "low"},
+        {"chat_template_kwargs": {"enable_thinking": True}, "tools": [tool("f")]},
+        {"cache_salt": "1"},
+        {"cache_salt": "2"},
+    ],
+)
+def test_a_conversation_with_something_else_before_its_messages_is_another(fields: dict[str, Any]) -> None:
+    others: list[dict[str, Any]] = [{}, {"tools": [tool("f")], "cache_salt": "1"}, {"tools": [tool("h")]}]
+
+    for other in others:
+        assert set(keys(SYSTEM_AND_USER, **fields)).isdisjoint(keys(SYSTEM_AND_USER, **other))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [], "temperature": 0.5},
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"stream": True, "stream_options": {"include_usage": True}},
+        {"cache_salt": None},
+    ],
+)
+def test_what_does_not_change_the_prompt_changes_no_conversation(fields: dict[str, Any]) -> None:
+    assert keys(SYSTEM_AND_USER, **fields) == keys(SYSTEM_AND_USER)
+
+
+def test_tools_count_with_the_system_prompt_or_alone_where_there_is_none() -> None:
+    tools = [tool("f" * 900)]
+
+    (_, with_system), _ = chat(messages=SYSTEM_AND_USER, tools=tools).request.prefixes
+    alone, question = chat(messages=message("a"), tools=tools).request.prefixes
+    again, other = chat(messages=message("b"), tools=tools).request.prefixes
+
+    assert with_system > 0.9
+    assert alone == again
+    assert alone[1] > 0.9
+    assert question[0] != other[0]
+
+
+def test_a_message_is_the_same_whether_it_is_marked_to_be_cached_or_not() -> None:
+    text = {"type": "text", "text": "a"}
+    marked = {**text, "cache_control": {"type": "ephemeral"}}
+
+    assert keys(message("a")) == keys(message([text])) == keys(message([marked]))
+    assert keys(message([text, text])) == keys(message([text, marked]))
+
+
+def test_an_image_makes_another_message() -> None:
+    def picture(data: str) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+    text = {"type": "text", "text": "a"}
+    asked = [message([text]), message([text, picture("AAAA")]), message([text, picture("BBBB")])]
+    assert len({keys(one)[0] for one in asked}) == 3
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_thoughts_are_in_the_prompt_until_the_user_says_something_else(name: str) -> None:
+    def told(thought: str) -> list[Any]:
+        call = {"role": "assistant", "content": None, "tool_calls": [tool("f")], name: thought}
+        return [*SYSTEM_AND_USER, call, {"role": "tool", "content": "1"}]
+
+    after = [{"role": "assistant", "content": "c"}, {"role": "user", "content": "d"}]
+
+    assert keys([*told("x"), *told("y")[2:]])[:4] == keys(told("x"))
+    assert keys(told("x"))[2:] != keys(told("y"))[2:]
+    assert keys([*told("x"), *after])[:2] == keys(told("x"))[:2]
+    assert set(keys([*told("x"), *after])[2:]).isdisjoint(keys(told("x")))
+    assert keys([*told("x"), *after]) == keys([*told("y"), *after])
+
+    kept = {"chat_template_kwargs": {"preserve_thinking": True}}
+    assert keys([*told("x"), *after], **kept)[:4] == keys(told("x"), **kept)
 
 
 def test_other_conversations_share_nothing() -> None:

@@ -76,3 +76,24 @@ def test_ids_stay_as_they_were_sent() -> None:
 
     assert of_ids(numbers).ids() == numbers
     assert of_ids(numbers).count() == 3
+
+
+def test_a_thought_stays_until_the_user_says_something_else() -> None:
+    call: dict[str, Any] = {
+        "role": "assistant",
+        "reasoning": "hm",
+        "tool_calls": [{"function": {"name": "f"}}],
+    }
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "a"}, call, {"role": "tool", "content": "1"}]
+
+    assert "<|channel>thought\nhm\n<channel|><|tool_call>" in render(asked, thinking=True).text()
+    assert "hm" not in render([*asked, {"role": "user", "content": "b"}], thinking=True).text()
+    assert "hm" not in render([asked[0], {**call, "tool_calls": None}]).text()
+
+
+def test_a_salt_makes_other_blocks_of_the_same_prompt() -> None:
+    asked = [{"role": "user", "content": "a " * 300}]
+    (_, none), (_, one), (_, two) = (render(asked, salt=salt).counted() for salt in ("", "1", "2"))
+
+    assert len(none) > 1
+    assert len({none[0], one[0], two[0]}) == 3

@@ -20,6 +20,14 @@ def test_another_conversation_shares_the_system_prompt_only() -> None:
     assert index.held((SYSTEM, FIRST, SECOND)) == {"light-0": 0.5, "light-1": 0.6}
 
 
+def test_a_message_that_is_replaced_each_time_costs_no_more_than_itself() -> None:
+    index = MemoryPrefixIndex()
+    index.remember((SYSTEM, FIRST, SECOND, (8, 1.0)), "light-1")
+
+    assert index.held((SYSTEM, FIRST, SECOND, (9, 1.0))) == {"light-1": 0.7}
+    assert index.held((SYSTEM, FIRST, (7, 1.0))) == {"light-1": 0.5}
+
+
 def test_what_nobody_holds() -> None:
     assert MemoryPrefixIndex().held((SYSTEM, FIRST)) == {}
 
