@@ -629,6 +629,10 @@ class Pipeline:
 
         async def on_answer() -> None:
             watch.answered()
+            # It has read the prompt: the next turn may come before the end, or instead of it.
+            self._prefixes.remember(
+                request.prefixes, backend.id, ticket.demand.prompt_tokens, self._clock.now()
+            )
             if self._doubts.rows and self._doubts.answered(backend):
                 self.room.look()  # more may start there than in doubt
             self._report(context)
@@ -683,8 +687,6 @@ class Pipeline:
 
     def _learn(self, context: RequestContext, candidate: Candidate) -> None:
         request, decision = context.incoming.request, context.decision
-        tokens = 0 if decision is None else decision.demand.prompt_tokens
-        self._prefixes.remember(request.prefixes, candidate.backend, tokens, self._clock.now())
         model = context.policy.model(request.model)
         several_prompts = request.endpoint is Endpoint.COMPLETIONS and request.choices > 1
         if decision is None or model is None or context.usage is None or several_prompts:

@@ -22,6 +22,7 @@ from support.world import (
     Caller,
     Incoming,
     Script,
+    Step,
     World,
     event,
 )
@@ -1226,6 +1227,27 @@ async def test_a_caller_that_leaves_frees_its_slot(world: World, steps: list[obj
     assert world.upstream.closed == ["light-0"]
     assert world.fleet.reports == [("light-0", Outcome.CANCELLED)]
     assert world.notes.requests[0].ending is Ending.LEFT
+
+
+@pytest.mark.parametrize(
+    ("steps", "held"),
+    [
+        pytest.param([], {}, id="before-the-first-token"),
+        pytest.param([ROLE + HELLO], {"light-0": 0.5}, id="after-it"),
+    ],
+)
+async def test_the_next_turn_of_a_caller_that_stops_an_answer_finds_the_backend_that_read_its_prompt(
+    world: World, steps: list[Step], held: dict[str, float]
+) -> None:
+    world.answers(light_0=Script([*steps, anyio.Event()]))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(prefixes=((1, 1.0),)))
+        await anyio.wait_all_tasks_blocked()
+        assert world.prefixes.held(((1, 0.5), (2, 1.0))) == held
+        tasks.cancel_scope.cancel()
+
+    assert world.prefixes.held(((1, 0.5), (2, 1.0))) == held
 
 
 async def test_a_send_that_fails_frees_its_slot(world: World) -> None:
