@@ -95,7 +95,7 @@ class PolicyRouter(Generic[A]):
                 fleet.look_at(fleet.now)
                 continue
             arrival = self._arrivals.pop(offer.ticket.id)
-            self._prefixes.remember(self.prefixes(arrival), candidate.backend)  # as it would at its end
+            self._prefixes.remember(self.prefixes(arrival), candidate.backend)  # as at its first token
             self._slots[arrival.id] = slot
             self._line.started(offer.ticket.id, candidate.backend, fleet.now)
             fleet.send(arrival, candidate.backend)
