@@ -354,6 +354,7 @@ class Gateway:
                 self.counts.forget(name)
                 self.drift.forget(name)
                 self.pipeline.watch.forget(name)
+                self.pipeline.forget_prefixes(name)
         if self._store is not None:
             self._store.keep_only(policy.backends)
         self.settings, self.policy = settings, policy

@@ -167,11 +167,19 @@ async def test_a_backend_that_joins_serves_and_one_that_leaves_is_left_alone(gat
 
 async def test_what_is_known_of_a_server_says_nothing_of_the_one_in_its_place(gateway: Site) -> None:
     drifts, measured = gateway.gateway.drift.drifts, gateway.gateway.pipeline.watch.snapshots
+
+    async def seen() -> float:
+        async with clients.http(base_url=gateway.admin_url) as client:
+            found = (await client.post("/admin/explain", json={"request": ASK})).json()
+        (candidate,) = found["decision"]["candidates"]
+        return float(candidate["scores"]["prefix_affinity"])
+
     alone = without(written(gateway), "light-1", "light-2")
     await put(gateway, alone)
     await gateway.openai().chat.completions.create(**ASK, max_tokens=2)
     await put(gateway, alone | {"routing": {"attempts_max": 2}})
     assert set(drifts()) == set(measured()) == {"light-0"}
+    assert await seen() == 1.0
 
     (settings,) = alone["backends"].values()
     other = settings | {"url": gateway.backends["light-1"].url}
@@ -180,6 +188,8 @@ async def test_what_is_known_of_a_server_says_nothing_of_the_one_in_its_place(ga
     assert answer.status_code == 200, answer.text
     assert not drifts()
     assert not measured()
+    await gateway.gateway.fleet.wait_for(lambda known: bool(known["light-0"].served_models))
+    assert await seen() == 0.0
 
 
 async def test_whoever_waits_is_decided_anew(gateway: Site) -> None:
