@@ -113,12 +113,15 @@ class Room:
         )
 
     def _seen_by(self, ticket: Ticket) -> Mapping[str, BackendView]:
-        if not ticket.prefix_shares:
+        shares = ticket.prefix_shares
+        if not shares:
             return self._views
-        return {
-            name: replace(view, prefix_share=ticket.prefix_shares.get(name, 0.0))
-            for name, view in self._views.items()
+        seen = {
+            name: replace(self._views[name], prefix_share=share)
+            for name, share in shares.items()
+            if name in self._views
         }
+        return {**self._views, **seen}
 
     def _is_full(self, candidate: Candidate) -> bool:
         """Return whether the backend cannot take the request before another one ends there, if at all."""
