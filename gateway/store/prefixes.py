@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from gateway.core.conversations import TOLD_MIN_TOKENS, Answered, Conversations
 from gateway.core.values import Prefixes
 
-HOLDERS_MAX = 4
-"""Backends remembered per prefix. A choice: a shared system prompt is soon cached on all replicas of a
-pool."""
+HOLDERS_MAX = 64
+"""Backends remembered per prefix. A choice: the replicas of a large pool, on all of which a shared system prompt
+is soon cached; each costs a request with it 0.1 us. With 4, requests preferred the few that were known: 20
+simulated PUSH took 0.30 s instead of 0.26 s to the first token of questions about one document."""
 
 
 class _Cache:
@@ -59,8 +60,8 @@ class MemoryPrefixIndex:
             if holders is None:
                 of[key] = (cache,)  # the newest entry
                 continue
-            if holders[0] is not cache:
-                others = [holder for holder in holders if holder is not cache and not holder.is_gone]
+            if cache not in holders:
+                others = [holder for holder in holders if not holder.is_gone]
                 of[key] = (cache, *others)[:HOLDERS_MAX]
             of.move_to_end(key)
         while len(of) > self._entries_max:

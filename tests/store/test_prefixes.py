@@ -58,6 +58,15 @@ def test_a_shared_prefix_has_several_holders_but_not_every_one() -> None:
     assert set(index.held((SYSTEM,))) == {f"b{number}" for number in range(2, HOLDERS_MAX + 2)}
 
 
+def test_all_replicas_of_a_pool_hold_a_shared_prefix() -> None:
+    index = MemoryPrefixIndex()
+    pool = [f"b{number}" for number in range(20)]
+    for name in pool * 2:
+        index.remember((SYSTEM, FIRST), name)
+
+    assert index.held((SYSTEM, SECOND)) == dict.fromkeys(pool, 0.5)
+
+
 def test_a_process_that_has_ended_holds_nothing_and_the_next_one_what_it_has_seen() -> None:
     index = MemoryPrefixIndex()
     index.remember((SYSTEM, FIRST), "light-0")
