@@ -7,9 +7,9 @@ from gateway.core.conversations import TOLD_MIN_TOKENS, Answered, Conversations
 from gateway.core.values import Prefixes
 
 HOLDERS_MAX = 64
-"""Backends remembered per prefix. A choice: the replicas of a large pool, on all of which a shared system prompt
-is soon cached; each costs a request with it 0.1 us. With 4, requests preferred the few that were known: 20
-simulated PUSH took 0.30 s instead of 0.26 s to the first token of questions about one document."""
+"""Backends remembered per prefix. A choice: the replicas of a large pool, on all of which a shared system
+prompt is soon cached; each costs a request with it 0.1 us. With 4, requests preferred the few that were
+known: 20 simulated PUSH took 0.30 s instead of 0.26 s to the first token of questions about one document."""
 
 
 class _Cache:

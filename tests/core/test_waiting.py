@@ -43,6 +43,7 @@ from gateway.core.waiting import (
 from gateway.core.waiting.drain import Drain
 from gateway.core.waiting.fairness import FINISH_SPARE, Entry, Shares
 from gateway.core.waiting.line import EXPIRIES_SPARE, MOVED_WAIT_S
+from gateway.core.waiting.room import STAYING_MAX
 
 UP = BackendStatus(state=State.UP, served_models=("gemma",))
 PLAIN = TrafficClass("chat", ("light",))
@@ -922,6 +923,18 @@ def test_what_a_conversation_waits_before_another_has_room_costs_it_nothing() ->
     site.loads["push"] = Load(9, 900_000)
     assert site.start(23.0) == []  # its time goes on, and does not begin anew
     assert site.start(23.4) == ["turn"]
+
+
+def test_however_many_wait_for_their_backend_others_start_where_there_is_room() -> None:
+    site = two_that_read(Site())
+    site.loads = {"light": Load(1, 1_000_000), "push": Load(8, 800_000)}
+    for number in range(2 * LOOKAHEAD):
+        site.enter(f"turn-{number}", 0.0, traffic_class=PATIENT, prompt=10_000, prefix_shares={"light": 0.9})
+    site.enter("chat", 0.0, traffic_class=PATIENT)
+
+    started = site.start(0.1)
+    assert started == [f"turn-{STAYING_MAX}", f"turn-{STAYING_MAX + 1}"]
+    assert [one.stays_for for one in site.line.waiters(0.1)].count("light") == STAYING_MAX
 
 
 def test_a_conversation_that_waits_for_its_backend_starts_there_before_a_later_request() -> None:

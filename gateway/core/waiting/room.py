@@ -1,5 +1,6 @@
 """Capacity available to one turn of the queue: the backend snapshots minus offers and holds."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -8,7 +9,7 @@ from gateway.core import admission, selection
 from gateway.core.health import State
 from gateway.core.selection import BackendView
 from gateway.core.values import Candidate, Exclusion
-from gateway.core.waiting.fairness import Entry
+from gateway.core.waiting.fairness import LOOKAHEAD, Entry
 from gateway.core.waiting.tickets import Ticket
 
 _SHARED = frozenset({Exclusion.AT_KNEE, Exclusion.KV_FULL, Exclusion.PREFILL_BUSY})
@@ -26,6 +27,11 @@ _FULL = frozenset(
 """Exclusions that last until a request ends, which the measured drain rate predicts. Prefill ends sooner."""
 
 
+STAYING_MAX = LOOKAHEAD * 3 // 4
+"""Maximum requests of a class that wait for the backend that has their conversation, in one turn. A choice: a
+turn looks at `LOOKAHEAD` of them. If all of those wait, nobody behind them starts, whatever is idle."""
+
+
 class Room:
     """The backends during one turn: offers count as load, and blocked requests hold backends."""
 
@@ -39,6 +45,7 @@ class Room:
         self._stuck: dict[tuple[str, str, bool], list[tuple[Ticket, bool, tuple[str, ...]]]] = {}
         self.found_full: list[Entry] = []  # entries in their first turn that wait for a request to end
         self.full_classes: dict[tuple[str, str], list[Ticket]] = {}  # without room, by (model, class)
+        self._staying: Counter[tuple[str, str]] = Counter()  # by (model, class)
         self.next_look_at = inf  # when an entry stops waiting for the backend that has its conversation
 
     def place(self, entry: Entry) -> tuple[Candidate, ...] | None:
@@ -88,8 +95,9 @@ class Room:
         Its time runs from when another could first take it: what it waits before costs it nothing. It is no
         more than half of what it may still wait then, because another one may have to do after that.
         """
-        shares = entry.ticket.prefix_shares
-        if not shares:
+        ticket = entry.ticket
+        shares, name = ticket.prefix_shares, (ticket.model, ticket.traffic_class.name)
+        if not shares or self._staying[name] >= STAYING_MAX:
             return False
         able = [one for one in ranked if one.excluded is None and one not in free]  # but held for another
         found = selection.stay([*able, *filter(_is_waited_for, ranked)], free[0], shares)
@@ -101,6 +109,7 @@ class Room:
         if self._now >= until:
             return False
         entry.stays_for = backend
+        self._staying[name] += 1
         self.next_look_at = min(self.next_look_at, until)
         self._hold(entry, (backend,))
         return True
