@@ -70,6 +70,7 @@ class _Seq:
     keys: SequenceOf[int] = ()  # of its blocks in the prefix cache
     cached: int = 0  # how many of these it uses
     found_tokens: int = 0  # of the prompt, when it was first admitted
+    common: int = 0  # how many blocks were kept when it was admitted, whether or not it could go on there
 
     @property
     def context(self) -> int:
@@ -127,7 +128,7 @@ class Engine:
     preemptions: int = 0
     queried_tokens: int = 0
     found_tokens: int = 0
-    _prefixes: PrefixCache = field(default_factory=PrefixCache)
+    _prefixes: PrefixCache = field(init=False)
     _decoding: list[_Seq] = field(default_factory=list)  # in order of admission
     _prefilling: list[_Seq] = field(default_factory=list)  # all newer than every decoding one
     _waiting: deque[_Seq] = field(default_factory=deque)
@@ -137,6 +138,10 @@ class Engine:
     _step_decoding: list[_Seq] = field(default_factory=list)
     _step_chunks: list[tuple[_Seq, int]] = field(default_factory=list)
     _in_step: bool = False
+
+    def __post_init__(self) -> None:
+        kv = self.kv
+        self._prefixes = PrefixCache(kv.window_tokens if kv is not None and kv.sliding_layers else 0)
 
     @classmethod
     def of(cls, profile: Deployment) -> "Engine":
@@ -327,7 +332,8 @@ class Engine:
             if self.flags.reserve_full_isl and self._blocks(seq.target) > self._free_blocks():
                 break
             # The last token is always computed: the next one follows from it.
-            found = min(self._prefixes.found(seq.keys), (seq.target - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+            blocks_found, seq.common = self._prefixes.found(seq.keys[: (seq.target - 1) // BLOCK_TOKENS])
+            found = blocks_found * BLOCK_TOKENS
             chunk = min(budget, seq.target - found)
             blocks = self._chunk_blocks(found, chunk)
             if blocks > self._free_blocks():
@@ -356,6 +362,8 @@ class Engine:
         if whole > seq.cached:
             self._prefixes.use(seq.keys[seq.cached : whole])
             seq.cached = whole
+            for end in ((seq.prompt - 1) // BLOCK_TOKENS, seq.common):
+                self._prefixes.keep_window(seq.keys, end, whole)
 
     def _duration_s(self) -> float:
         attention = sum(chunk * (seq.computed + chunk / 2) for seq, chunk in self._step_chunks)

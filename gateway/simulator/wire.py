@@ -214,8 +214,12 @@ def usage_of(call: Call, seats: list[Seat], *, brief: bool = False) -> dict[str,
 def _prompt_details(call: Call, seats: list[Seat], *, brief: bool) -> dict[str, int | None]:
     cached = sum(seat.cached_tokens for seat in seats[:: call.choices_per_prompt])
     whole_blocks = sum(len(keys) for keys in call.prompt_keys) * BLOCK_TOKENS
-    details: dict[str, int | None] = {"cached_tokens": cached, "created_cache_tokens": whole_blocks - cached}
-    return details if brief else {**details, "multimodal_tokens": None}
+    details: dict[str, int | None] = {"cached_tokens": cached}
+    if call.delivery.is_chat:
+        details["created_cache_tokens"] = whole_blocks - cached
+    if brief:
+        return details
+    return {"cached_tokens": None, "created_cache_tokens": None, "multimodal_tokens": None, **details}
 
 
 def _counts(prompt: int, completion: int) -> dict[str, Any]:

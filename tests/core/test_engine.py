@@ -1,5 +1,6 @@
 """The engine model: its scheduler step by step, and every published figure it stands on."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -363,6 +364,36 @@ def test_an_answer_whose_keys_are_known_is_found_with_its_prompt() -> None:
     step(server)
 
     assert server.found_tokens == 256
+
+
+BASE, OTHER, THIRD = range(30), [*range(15), *range(100, 130)], [*range(15), *range(200, 230)]
+"""Keys of the blocks of three prompts, of which the second and third share the first 2,000 tokens."""
+
+RESUMED = {
+    "again": [(3000, 1, BASE, 0), (3000, 1, BASE, 2944)],
+    "extended": [(3000, 1, BASE, 0), (3200, 1, BASE, 2944)],
+    "ends sooner": [(3000, 1, BASE, 0), (2500, 1, BASE, 0), (2500, 1, BASE, 2432)],
+    "ends in the first window": [(1000, 1, BASE, 0), (500, 1, BASE, 384)],
+    "branches": [(3000, 1, BASE, 0), (3000, 1, OTHER, 0), (3000, 1, THIRD, 1920), (3000, 1, BASE, 2944)],
+    "turns": [(1400, 300, BASE, 0), (1800, 300, BASE, 1280), (2200, 300, BASE, 1792), (2600, 1, BASE, 2176)],
+}
+"""As found by vLLM 0.32 with Gemma 4: tokens of prompt and answer, keys, tokens found."""
+
+
+@pytest.mark.parametrize("prompts", RESUMED.values(), ids=RESUMED)
+def test_with_sliding_layers_a_prompt_goes_on_where_one_ended_or_two_have_parted(
+    prompts: list[tuple[int, int, Sequence[int], int]],
+) -> None:
+    server = Engine(PERF, EngineFlags(8, 512, False), KvFormula(sliding_layers=1, global_layers=1), 10_000)
+    found: list[int] = []
+    for seq_id, (prompt, output, keys, _) in enumerate(prompts):
+        server.submit(seq_id, prompt, output, keys)
+        step(server)
+        found.append(server.found_tokens - sum(found))
+        while server.running:
+            step(server)
+
+    assert found == [expected for *_, expected in prompts]
 
 
 def test_blocks_that_others_need_are_given_up_the_least_recently_used_and_the_end_first() -> None:

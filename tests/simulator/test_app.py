@@ -161,6 +161,26 @@ async def test_usage_says_how_much_of_a_prompt_was_cached_if_told_to(
     ]
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_usage_of_a_completion_does_not_say_what_was_kept_of_it(
+    options: SimulatorOptions, events: Events, stream: bool
+) -> None:
+    """As vLLM 0.32 with `--enable-prompt-tokens-details`."""
+    asked = {"model": "gemma-4-31b-it", "prompt": "river stone " * 300, "max_tokens": 1, "stream": stream}
+    if stream:
+        asked["stream_options"] = {"include_usage": True}
+    async with (
+        simulator(replace(options, prompt_tokens_details=True)) as server,
+        clients.http(base_url=server.url) as client,
+    ):
+        answer = await post(client, asked, "/v1/completions")
+    usage = events(answer.text)[-2]["usage"] if stream else answer.json()["usage"]
+
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0} | (
+        {} if stream else {"created_cache_tokens": None, "multimodal_tokens": None}
+    )
+
+
 async def test_what_follows_an_image_is_never_found(options: SimulatorOptions, chat: Chat) -> None:
     """Two images are the same to it."""
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
