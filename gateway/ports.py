@@ -440,8 +440,13 @@ class PrefixIndex(Protocol):
     def held(self, prefixes: Prefixes) -> Mapping[str, float]:
         """Return, per backend id, the share (0..1) of this conversation's bytes that it has cached."""
 
-    def remember(self, prefixes: Prefixes, backend_id: str, prompt_tokens: int, now: float) -> None:
-        """Record that a backend now, in monotonic seconds, has cached these prefixes of a prompt."""
+    def remember(
+        self, prefixes: Prefixes, backend_id: str, prompt_tokens: int, now: float, *, resumes_anywhere: bool
+    ) -> None:
+        """Record that a backend now, in monotonic seconds, has cached these prefixes of a prompt.
+
+        `resumes_anywhere`: see `core.health.EngineSample`.
+        """
 
     def forget(self, backend_id: str) -> None:
         """Record that a backend has nothing cached: its process has ended, or keeps no cache."""

@@ -41,7 +41,7 @@ from gateway.core.errors import (
 from gateway.core.estimation import is_plain
 from gateway.core.health import BackendStatus, Outcome, State, served_name
 from gateway.core.jobs import Serving, model_and_class
-from gateway.core.selection import BackendView, unavailable_reason
+from gateway.core.selection import CACHED_MIN_TOKENS, BackendView, unavailable_reason
 from gateway.core.usage import AttemptRecord, Ending
 from gateway.core.values import (
     Backend,
@@ -630,8 +630,13 @@ class Pipeline:
         async def on_answer() -> None:
             watch.answered()
             # It has read the prompt: the next turn may come before the end, or instead of it.
+            tokens = ticket.demand.prompt_tokens
             self._prefixes.remember(
-                request.prefixes, backend.id, ticket.demand.prompt_tokens, self._clock.now()
+                request.prefixes,
+                backend.id,
+                tokens,
+                self._clock.now(),
+                resumes_anywhere=tokens < CACHED_MIN_TOKENS or self._resumes_anywhere(backend.id),
             )
             if self._doubts.rows and self._doubts.answered(backend):
                 self.room.look()  # more may start there than in doubt
@@ -684,6 +689,10 @@ class Pipeline:
         if attempt.outcome is not Outcome.FAILED:
             return False
         return not self._blame.count(attempt.backend, _digest(context), self._clock.now())
+
+    def _resumes_anywhere(self, backend_id: str) -> bool:
+        engine = self._fleet.statuses().get(backend_id, _UNKNOWN).engine
+        return engine is None or engine.resumes_anywhere
 
     def _learn(self, context: RequestContext, candidate: Candidate) -> None:
         request, decision = context.incoming.request, context.decision

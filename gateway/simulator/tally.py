@@ -256,6 +256,7 @@ def _cache_config(profile: Profile, prefix_caching: bool) -> str:
     """Return the labels of the cache's description; its size in tokens is concurrency x window."""
     capacity = profile.capacity
     labels = {"block_size": "16", "enable_prefix_caching": str(prefix_caching), "engine": "0"}
+    labels["prefix_cache_retention_interval"] = "0"
     if capacity.kv is not None and capacity.kv_blocks is not None:
         per_seq = capacity.kv.boot_blocks(capacity.context_tokens, profile.flags.max_num_batched_tokens)
         concurrency = capacity.kv_blocks / per_seq

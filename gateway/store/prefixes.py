@@ -1,7 +1,7 @@
 """Which backends have cached which conversation: a bounded LRU memory of prefix hashes."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gateway.core.conversations import TOLD_MIN_TOKENS, Answered, Conversations
 from gateway.core.values import Prefixes
@@ -29,6 +29,10 @@ class MemoryPrefixIndex:
     prefixes per request: the whole of it, with which the next turn begins; the same without the last message,
     for agents that append a reminder to each request and drop it from the next, and for questions after the
     same examples; and the first message, which conversations share if it is a system prompt.
+
+    An engine that does not go on anywhere (`EngineSample.resumes_anywhere`) has the latter two only once a
+    second conversation has parted from the first there (`core.prefix_cache`). Until then it is remembered
+    under the inverted key that it has read them.
     """
 
     def __init__(self, entries_max: int = 65_536) -> None:
@@ -46,7 +50,15 @@ class MemoryPrefixIndex:
                     shares[cache.backend] = share
         return shares
 
-    def remember(self, prefixes: Prefixes, backend_id: str, prompt_tokens: int = 0, now: float = 0.0) -> None:
+    def remember(
+        self,
+        prefixes: Prefixes,
+        backend_id: str,
+        prompt_tokens: int = 0,
+        now: float = 0.0,
+        *,
+        resumes_anywhere: bool = True,
+    ) -> None:
         """See `ports.PrefixIndex.remember`."""
         if not prefixes:
             return
@@ -55,7 +67,10 @@ class MemoryPrefixIndex:
         of, cache = self._holders, self._caches.get(backend_id)
         if cache is None:
             cache = self._caches[backend_id] = _Cache(backend_id)
-        for key, _ in prefixes if len(prefixes) < 3 else (prefixes[0], *prefixes[-2:]):
+        keys = [key for key, _ in (prefixes if len(prefixes) < 3 else (prefixes[0], *prefixes[-2:]))]
+        if not resumes_anywhere:
+            keys = self._kept(keys, prefixes, cache)
+        for key in keys:
             holders = of.get(key)
             if holders is None:
                 of[key] = (cache,)  # the newest entry
@@ -73,6 +88,17 @@ class MemoryPrefixIndex:
         if cache is not None:
             cache.is_gone = True
             self._answered.forget(backend_id)
+
+    def _kept(self, keys: Sequence[int], prefixes: Prefixes, cache: _Cache) -> Sequence[int]:
+        """Return what a backend that does not go on anywhere has of a conversation, under which keys."""
+        of, whole = self._holders, prefixes[-1][0]
+        kept = [key if key == whole or cache in of.get(key, ()) else ~key for key in keys]
+        for key, _ in reversed(prefixes):
+            if cache in of.get(key, ()):  # it goes on from there, and has left nothing beyond
+                break
+            if cache in of.get(~key, ()):  # here it leaves one that was read before
+                return [*(one for one in kept if one != ~key), key]
+        return kept
 
     def conversations(self, now: float) -> Conversations:
         """See `ports.SharedPrefixes.conversations`."""

@@ -50,7 +50,8 @@ STEPS = (  # of engines whose other metrics may all stay the same for as long as
 STARTED_AT = ("process_start_time_seconds",)  # epoch seconds; the latest
 
 _NO_PREFIX_CACHE = b'enable_prefix_caching="False"'
-"""A label of `vllm:cache_config_info` (vLLM 0.32, started with `--no-enable-prefix-caching`)."""
+_FEW_WINDOWS = b'prefix_cache_retention_interval="0"'
+"""Labels of `vllm:cache_config_info` (vLLM 0.32: with `--no-enable-prefix-caching`; and by default)."""
 
 _LIMIT = 1e18
 """Larger values are invalid. A choice: they could overflow sums and conversions, and none is real."""
@@ -101,6 +102,7 @@ def sample(page: bytes, at: float) -> EngineSample:
         steps=sum(_all(page, STEPS)),
         started_at=max(_all(page, STARTED_AT), default=None),
         caches_prefixes=page.find(_NO_PREFIX_CACHE) < 0,
+        resumes_anywhere=page.find(_FEW_WINDOWS) < 0,
     )
 
 

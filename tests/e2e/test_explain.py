@@ -98,6 +98,27 @@ async def test_an_engine_holds_conversations_unless_it_says_that_it_caches_none(
     assert (found["scores"]["prefix_affinity"] > 0) is caches
 
 
+async def test_an_engine_holds_what_conversations_share_once_two_have_parted(fleet: Site) -> None:
+    """As the engine itself, which says so in its metrics (`tests/core/test_engine.py`)."""
+    shared = {"role": "system", "content": "The manual of the ferry. " * 50}
+    first, second, third = (
+        [shared, {"role": "user", "content": text}] for text in ("Its length?", "Its captain?", "Its age?")
+    )
+
+    async def affinity(messages: object) -> float:
+        found = (await asked(fleet, request={**CHAT, "messages": messages})).json()
+        return float(candidate(found, "light")["scores"]["prefix_affinity"])
+
+    await fleet.eventually(lambda: fleet.gateway.fleet.statuses()["light"].engine is not None)
+    await sent(fleet, messages=first)
+    once = await affinity(third), await affinity(first)
+    await sent(fleet, messages=second)
+    twice = await affinity(third), await affinity(first)
+
+    assert once == (0.0, 1.0)
+    assert twice == (pytest.approx(0.99, abs=0.01), 1.0)
+
+
 async def test_a_backend_that_has_gone_is_out(fleet: Site) -> None:
     await fleet.backends["light"].stop()
     await fleet.eventually(lambda: fleet.gateway.fleet.statuses()["light"].state.value != "up")

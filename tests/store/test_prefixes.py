@@ -1,5 +1,8 @@
 """A conversation finds the backends that hold its prefix."""
 
+import pytest
+
+from gateway.core.values import Prefixes
 from gateway.store.prefixes import HOLDERS_MAX, MemoryPrefixIndex
 
 SYSTEM, FIRST, SECOND, THIRD, FOURTH = (1, 0.5), (2, 0.6), (3, 0.7), (4, 0.9), (5, 1.0)
@@ -26,6 +29,54 @@ def test_a_message_that_is_replaced_each_time_costs_no_more_than_itself() -> Non
 
     assert index.held((SYSTEM, FIRST, SECOND, (9, 1.0))) == {"light-1": 0.7}
     assert index.held((SYSTEM, FIRST, (7, 1.0))) == {"light-1": 0.5}
+
+
+SHARED: Prefixes = ((1, 0.5), (8, 1.0))
+PARTING = {
+    "one conversation": ([(SYSTEM, FIRST)], 0.0),
+    "its next turn": ([(SYSTEM, FIRST), (SYSTEM, FIRST, SECOND, THIRD)], 0.0),
+    "the same again": ([(SYSTEM, FIRST), (SYSTEM, FIRST)], 0.0),
+    "another one": ([(SYSTEM, FIRST), (SYSTEM, (9, 1.0))], 0.5),
+    "and its next turn": ([(SYSTEM, FIRST), (SYSTEM, (9, 1.0)), (SYSTEM, (9, 0.8), (10, 1.0))], 0.5),
+    "one that is all they share": ([(SYSTEM,)], 0.5),
+}
+REMINDED: Prefixes = ((1, 0.2), (2, 0.4), (20, 1.0))  # ends in what the next turn has no more
+REMINDED_AGAIN: Prefixes = ((1, 0.1), (2, 0.3), (3, 0.5), (4, 0.8), (21, 1.0))
+"""Conversations that an engine has read which does not go on anywhere, and what it has of `SHARED` then."""
+
+
+@pytest.mark.parametrize(("conversations", "share"), PARTING.values(), ids=PARTING)
+def test_an_engine_may_keep_what_conversations_share_only_once_two_have_parted(
+    conversations: list[Prefixes], share: float
+) -> None:
+    index = MemoryPrefixIndex()
+    for one in conversations:
+        index.remember(one, "light-0", resumes_anywhere=False)
+
+    assert index.held(SHARED).get("light-0", 0.0) == share
+    assert index.held(conversations[-1])["light-0"] == conversations[-1][-1][1]
+
+
+def test_an_agent_that_drops_its_reminders_is_found_where_its_last_turn_left_the_one_before() -> None:
+    """Which is a turn later than with an engine that goes on anywhere."""
+    later = ((1, 0.1), (2, 0.2), (3, 0.3), (4, 0.6), (5, 0.7), (6, 0.8), (22, 1.0))
+    found = []
+    for resumes_anywhere in (True, False):
+        index = MemoryPrefixIndex()
+        index.remember(REMINDED, "light-0", resumes_anywhere=resumes_anywhere)
+        found.append(index.held(REMINDED_AGAIN))
+        index.remember(REMINDED_AGAIN, "light-0", resumes_anywhere=resumes_anywhere)
+        found.append(index.held(later))
+
+    assert found == [{"light-0": 0.3}, {"light-0": 0.6}, {}, {"light-0": 0.2}]
+
+
+def test_conversations_have_parted_on_the_backend_that_has_read_both() -> None:
+    index = MemoryPrefixIndex()
+    index.remember((SYSTEM, FIRST), "light-0", resumes_anywhere=False)
+    index.remember((SYSTEM, SECOND), "light-1", resumes_anywhere=False)
+
+    assert index.held(SHARED) == {}
 
 
 def test_what_nobody_holds() -> None:

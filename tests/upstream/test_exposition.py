@@ -91,6 +91,14 @@ def test_a_page_of_vllm_tells_whether_it_caches_prefixes(caches: bool) -> None:
     assert sample(page, 0.0).caches_prefixes is caches
 
 
+@pytest.mark.parametrize("interval", ["0", "None", "4096"])
+def test_a_page_of_vllm_tells_whether_it_keeps_few_windows(interval: str) -> None:
+    labels = f'enable_prefix_caching="True",prefix_cache_retention_interval="{interval}"'
+    page = f'vllm:num_requests_running{{engine="0"}} 1.0\nvllm:cache_config_info{{{labels}}} 1.0\n'
+
+    assert sample(page.encode(), 0.0).resumes_anywhere is (interval != "0")
+
+
 def test_several_engines_behind_one_port_are_combined() -> None:
     page = b"".join(
         b'vllm:num_requests_running{engine="%d"} %d\nvllm:kv_cache_usage_perc{engine="%d"} 0.%d\n'

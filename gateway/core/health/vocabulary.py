@@ -74,6 +74,8 @@ class EngineSample:
         steps: Computed batches since its start, or tokens in them; 0 if not exported.
         started_at: Epoch seconds of its start (`process_start_time_seconds`); None if not exported.
         caches_prefixes: False if it says that it keeps no prefix cache.
+        resumes_anywhere: False if it says that of sliding-window layers it keeps only what is needed to go on
+            where a prompt ended, or where two have parted.
     """
 
     at: float
@@ -86,6 +88,7 @@ class EngineSample:
     steps: float = 0.0
     started_at: float | None = None
     caches_prefixes: bool = True
+    resumes_anywhere: bool = True
 
 
 @valueclass(frozen=True, slots=True)
