@@ -36,7 +36,7 @@ class PrefixCache:
         self._kept_kv = 0.0
 
     def found(self, keys: Sequence[int]) -> tuple[int, int]:
-        """Return after how many blocks a prompt can go on, and how many it has in common with what is kept."""
+        """Return after how many blocks a prompt can go on, and how many it shares with what is kept."""
         common = 0
         for key in keys:
             if key not in self._used and key not in self._kept:

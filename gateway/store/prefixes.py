@@ -1,7 +1,7 @@
 """Which backends have cached which conversation: a bounded LRU memory of prefix hashes."""
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from gateway.core.conversations import TOLD_MIN_TOKENS, Answered, Conversations
 from gateway.core.values import Prefixes
@@ -89,7 +89,7 @@ class MemoryPrefixIndex:
             cache.is_gone = True
             self._answered.forget(backend_id)
 
-    def _kept(self, keys: Sequence[int], prefixes: Prefixes, cache: _Cache) -> Sequence[int]:
+    def _kept(self, keys: list[int], prefixes: Prefixes, cache: _Cache) -> list[int]:
         """Return what a backend that does not go on anywhere has of a conversation, under which keys."""
         of, whole = self._holders, prefixes[-1][0]
         kept = [key if key == whole or cache in of.get(key, ()) else ~key for key in keys]

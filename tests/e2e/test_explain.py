@@ -100,7 +100,7 @@ async def test_an_engine_holds_conversations_unless_it_says_that_it_caches_none(
 
 async def test_an_engine_holds_what_conversations_share_once_two_have_parted(fleet: Site) -> None:
     """As the engine itself, which says so in its metrics (`tests/core/test_engine.py`)."""
-    shared = {"role": "system", "content": "The manual of the ferry. " * 50}
+    shared = {"role": "system", "content": "The manual of the ferry. " * 300}
     first, second, third = (
         [shared, {"role": "user", "content": text}] for text in ("Its length?", "Its captain?", "Its age?")
     )
@@ -116,7 +116,8 @@ async def test_an_engine_holds_what_conversations_share_once_two_have_parted(fle
     twice = await affinity(third), await affinity(first)
 
     assert once == (0.0, 1.0)
-    assert twice == (pytest.approx(0.99, abs=0.01), 1.0)
+    assert twice[0] > 0.98
+    assert twice[1] == 1.0
 
 
 async def test_a_backend_that_has_gone_is_out(fleet: Site) -> None:
