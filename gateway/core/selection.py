@@ -272,7 +272,7 @@ class _Alone:
 
 def stay(
     busy: Iterable[Candidate], start: Candidate, shares: Mapping[str, float]
-) -> tuple[str, float] | None:
+) -> tuple[Candidate, float] | None:
     """Return the backend for which a request should wait, and how many seconds, instead of starting at once.
 
     That is the one that has seen more of its conversation, and saves most. None if none does.
@@ -284,13 +284,13 @@ def stay(
     """
     least = shares.get(start.backend, 0.0)
     used = min(1.0, start.load.share / admission.WHOLE)
-    found: tuple[str, float] | None = None
+    found: tuple[Candidate, float] | None = None
     for one in busy:
         if shares.get(one.backend, 0.0) <= least:
             continue
         saved_s = (start.claim.prefill_ms - one.claim.prefill_ms) / 1000
         if saved_s > 0 and (found is None or saved_s > found[1]):
-            found = one.backend, saved_s
+            found = one, saved_s
     return None if found is None else (found[0], found[1] * (1 + (STAY_FULL - 1) * used))
 
 

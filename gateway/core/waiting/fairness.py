@@ -13,7 +13,7 @@ from enum import IntEnum
 from heapq import heapify, heappop, heappush
 from typing import TypeVar
 
-from gateway.core.values import Policy
+from gateway.core.values import Candidate, Policy
 from gateway.core.waiting.drain import Drain
 from gateway.core.waiting.tickets import Ticket
 
@@ -58,8 +58,9 @@ class Entry:
     rank: Rank = Rank.TIMELY
     passed: int = 0
     is_unproven: bool = False  # may be able to start at once; its first turn shows whether it has to wait
-    stays_for: str = ""  # the busy backend for which it waits although another has room, as of the last turn
+    stays: Candidate | None = None  # the busy backend for which it waits although another has room
     stays_since: float | None = None  # when another first had room for it
+    stays_until: float = 0.0  # when it takes another one
 
     @property
     def is_ordinary(self) -> bool:

@@ -622,7 +622,7 @@ def _waiter(entry: Entry, position: int, now: float) -> Waiter:
         due_in_s=entry.due_at - now,
         is_behind=entry.rank is Rank.BEHIND,
         tries=len(ticket.failed),
-        stays_for=entry.stays_for,
+        stays_for="" if entry.stays is None else entry.stays.backend,
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import inf
 
 from gateway.core import admission, selection
-from gateway.core.health import State
+from gateway.core.health import State, usable
 from gateway.core.selection import BackendView
 from gateway.core.values import Candidate, Exclusion
 from gateway.core.waiting.fairness import LOOKAHEAD, Entry
@@ -52,12 +52,14 @@ class Room:
         """Return the backends to offer, best first; () if the entry must wait; None if no backend is up."""
         ticket = entry.ticket
         is_unproven, entry.is_unproven = entry.is_unproven, False
-        entry.stays_for = ""
         is_job = ticket.demand.is_job
+        if entry.stays is not None and self._goes_on_staying(entry, entry.stays):
+            return ()
+        entry.stays = None
         name = (ticket.model, ticket.traffic_class.name)
         stuck = self._stuck.setdefault((*name, is_job), [])
         for other, is_full, busy in stuck:
-            if asks_no_less(ticket, other) and self._may_wait(ticket, busy):
+            if asks_no_less(ticket, other, is_full=is_full) and self._may_wait(ticket, busy):
                 if is_unproven and is_full:
                     self.found_full.append(entry)
                 return ()
@@ -103,15 +105,32 @@ class Room:
         found = selection.stay([*able, *filter(_is_waited_for, ranked)], free[0], shares)
         if found is None:
             return False
-        backend, seconds = found
+        entry.stays, seconds = found
         since = entry.stays_since = self._now if entry.stays_since is None else entry.stays_since
-        until = since + min(seconds, (entry.expires_at - since) / 2)
-        if self._now >= until:
+        entry.stays_until = since + min(seconds, (entry.expires_at - since) / 2)
+        return self._goes_on_staying(entry, entry.stays)
+
+    def _goes_on_staying(self, entry: Entry, busy: Candidate) -> bool:
+        """Return whether an entry waits for this backend for another turn: a fraction of the cost of a ranking.
+
+        Not if its time is up, the backend has room, or has changed otherwise: then the ranking says what else.
+        """
+        ticket, view = entry.ticket, self._views.get(busy.backend)
+        name = (ticket.model, ticket.traffic_class.name)
+        closed = self._closed_to_jobs | self._closed if ticket.demand.is_job else self._closed
+        if (
+            self._now >= entry.stays_until
+            or self._staying[name] >= STAYING_MAX
+            or view is None
+            or not usable(view.status)
+            or view.away is not None
+            or (busy.backend not in closed and view.load.has_room(busy.claim, busy.limits))
+        ):
+            entry.stays = None
             return False
-        entry.stays_for = backend
         self._staying[name] += 1
-        self.next_look_at = min(self.next_look_at, until)
-        self._hold(entry, (backend,))
+        self.next_look_at = min(self.next_look_at, entry.stays_until)
+        self._hold(entry, (busy.backend,))
         return True
 
     def _may_wait(self, ticket: Ticket, busy: tuple[str, ...]) -> bool:
@@ -163,8 +182,11 @@ def _is_waited_for(candidate: Candidate) -> bool:
     return candidate.excluded in _SHARED and not candidate.is_spill
 
 
-def asks_no_less(ticket: Ticket, other: Ticket) -> bool:
-    """Return whether `ticket` cannot start where `other`, of the same class, cannot: it needs no less."""
+def asks_no_less(ticket: Ticket, other: Ticket, *, is_full: bool = False) -> bool:
+    """Return whether `ticket` cannot start where `other`, of the same class, cannot: it needs no less.
+
+    `is_full`: whether `other` waits for a request to end everywhere.
+    """
     asked, least = ticket.demand, other.demand
     return (
         ticket.failed >= other.failed
@@ -175,8 +197,8 @@ def asks_no_less(ticket: Ticket, other: Ticket) -> bool:
         and asked.images >= least.images
         and asked.audios >= least.audios
         and ticket.policy is other.policy
-        # A long prompt needs no long prefill where most of it is cached.
-        and not (ticket.prefix_shares and ticket.is_long)
+        # A long prompt needs no long prefill where most of it is cached, but a slot and its KV blocks.
+        and (is_full or not (ticket.prefix_shares and ticket.is_long))
         # A spill may have to wait for long prompts only if it is short.
         and all(
             admission.is_long(gates, asked) == admission.is_long(gates, least)
