@@ -111,9 +111,9 @@ class Room:
         return self._goes_on_staying(entry, entry.stays)
 
     def _goes_on_staying(self, entry: Entry, busy: Candidate) -> bool:
-        """Return whether an entry waits for this backend for another turn: a fraction of the cost of a ranking.
+        """Return whether an entry waits for this backend for another turn, without a ranking.
 
-        Not if its time is up, the backend has room, or has changed otherwise: then the ranking says what else.
+        Not if its time is up, or the backend has room or is out: then a ranking says what else.
         """
         ticket, view = entry.ticket, self._views.get(busy.backend)
         name = (ticket.model, ticket.traffic_class.name)
