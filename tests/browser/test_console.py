@@ -35,7 +35,7 @@ MODELS: dict[str, Any] = {
     },
     "patient": {"classes": [{"class": "patient", "pools": ["slow"], "waiting": {"max_wait_s": 86_400}}]},
 }
-HELLO = [{"role": "user", "content": "Why is the sky blue, Rumpelstiltskin?"}]
+HELLO: Any = [{"role": "user", "content": "Why is the sky blue, Rumpelstiltskin?"}]
 
 
 @dataclass
@@ -208,6 +208,46 @@ async def test_a_turn_of_a_conversation_says_what_that_saved(bench: Bench) -> No
 
     assert re.search(r"light found 2\s\d{3} of 2\s\d{3} prompt tokens in its prefix cache", detail)
     assert re.search(r"prefill saved, s 0\.[1-9]", detail)
+
+
+async def test_a_request_that_stayed_for_its_conversation_says_so(tmp_path: Path, opened: Bench) -> None:
+    replicas = ["push-0", "push-1"]
+    classes = [{"class": "chat", "pools": ["push"], "waiting": {"max_wait_s": 60}}]
+    said = [{"role": "user", "content": "The river runs past the old mill. " * 3_000}]
+    more = [*said, {"role": "assistant", "content": "So it does."}, {"role": "user", "content": "And then?"}]
+    running = site(
+        tmp_path,
+        fleet=simulated(dict.fromkeys(replicas, "h100-tp2-push"), speed=20.0),
+        backend={"limits": {"knee_seqs": 1}},
+        pools={"push": replicas},
+        models={"gemma-4": {"classes": classes}},
+    )
+    async with running as gateway:
+        bench = Bench(gateway, opened.page)
+        await bench.chat(messages=said)
+        client = gateway.openai()
+        lasting: Any = await client.chat.completions.create(
+            model="gemma-4",
+            messages=HELLO,
+            stream=True,
+            max_tokens=50_000,
+            extra_body={"ignore_eos": True},
+        )
+        await opened.page.go(f"{gateway.admin_url}/")
+        ids: list[str] = []
+
+        async def next_turn() -> None:
+            ids.append(await bench.chat(messages=more))
+
+        async with anyio.create_task_group() as turn:
+            turn.start_soon(next_turn)
+            waits = await bench.shown("#waiting-line tbody tr")
+            await lasting.close()
+        await opened.page.click(f'tbody[data-request="{ids[0]}"] .opener')
+        detail = await bench.shown(".opened")
+
+    assert "stays for push-0" in waits
+    assert "push-1 had room before, but push-0 has its conversation, which saved" in detail
 
 
 async def test_all_of_it_works_by_keyboard(bench: Bench) -> None:
