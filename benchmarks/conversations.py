@@ -29,12 +29,12 @@ if not __package__:  # python benchmarks/conversations.py
 
 from benchmarks.routing import machine
 from benchmarks.traffic import clipped, lognormal
+from benchmarks.virtual_fleet import backend_of
 from gateway.core.estimation import APPROXIMATE_BAND
 from gateway.core.prefix_cache import BLOCK_TOKENS
 from gateway.core.profile import Profile
 from gateway.core.request_features import RequestFeatures
 from gateway.core.values import (
-    Backend,
     Bound,
     Comparison,
     CountMode,
@@ -151,18 +151,7 @@ class Callers:
 
 def policy_of(profiles: Mapping[str, Profile], weights: Weights) -> Policy:
     """Return what an operator would configure for these servers."""
-    backends = {
-        name: Backend(
-            id=name,
-            url=f"http://{name}",
-            capacity=profile.capacity,
-            model="gemma",
-            tokens_per_s=profile.perf.lone_tokens_per_s(),
-            perf=profile.perf,
-            batched_tokens=profile.flags.max_num_batched_tokens,
-        )
-        for name, profile in profiles.items()
-    }
+    backends = {name: backend_of(name, profile) for name, profile in profiles.items()}
     classes = (
         TrafficClass(
             "long_document",

@@ -6,10 +6,9 @@ from itertools import count
 from typing import TypeVar
 
 from benchmarks.traffic import Arrival, Kind
-from benchmarks.virtual_fleet import Fate, Fleet, fleet_profiles
+from benchmarks.virtual_fleet import Fate, Fleet, backend_of, fleet_profiles
 from gateway.core.request_features import RequestFeatures
 from gateway.core.values import (
-    Backend,
     Bound,
     Comparison,
     CountMode,
@@ -48,15 +47,7 @@ def site(knee_seqs: int | None = None, long_seqs: int | None = None) -> Policy:
         if knee_seqs is not None and name.startswith("light"):
             steps = [KneeStep(step.prompt_tokens_max, min(step.seqs, knee_seqs)) for step in capacity.knee]
             capacity = replace(capacity, knee=tuple(steps))
-        backends[name] = Backend(
-            id=name,
-            url=f"http://{name}",
-            capacity=capacity,
-            model="gemma",
-            tokens_per_s=profile.perf.lone_tokens_per_s(),
-            perf=profile.perf,
-            batched_tokens=profile.flags.max_num_batched_tokens,
-        )
+        backends[name] = backend_of(name, profile, capacity)
     pools = (
         Pool("light", ("light-0", "light-1"), gates=Gates(long_prefills=0, prefill_s=0.6)),
         Pool("push", ("push",), gates=Gates(long_seqs=long_seqs), spill=Spill(reserve=0.125, prefill_s=0.5)),

@@ -8,10 +8,22 @@ from typing import Protocol
 from benchmarks.traffic import Arrival, Kind
 from gateway.core import virtual_fleet
 from gateway.core.profile import Profile
+from gateway.core.values import Backend, Capacity
 from gateway.core.virtual_fleet import Patience, holds
 from gateway.profiles import library
 
-__all__ = ["ACCEPT", "FLEET", "PATIENCE_S", "Fate", "Fleet", "Router", "fleet_of", "fleet_profiles", "holds"]
+__all__ = [
+    "ACCEPT",
+    "FLEET",
+    "PATIENCE_S",
+    "Fate",
+    "Fleet",
+    "Router",
+    "backend_of",
+    "fleet_of",
+    "fleet_profiles",
+    "holds",
+]
 
 ACCEPT = 2.5  # tokens per step with EAGLE3 on real text (measured on MT-Bench)
 FLEET = {
@@ -47,6 +59,19 @@ def fleet_profiles() -> Mapping[str, Profile]:
             profile = replace(profile, perf=replace(profile.perf, accept=ACCEPT))
         found[name] = profile
     return found
+
+
+def backend_of(name: str, profile: Profile, capacity: Capacity | None = None) -> Backend:
+    """Return what an operator would configure for a server, with another capacity if one is given."""
+    return Backend(
+        id=name,
+        url=f"http://{name}",
+        capacity=capacity or profile.capacity,
+        model="gemma",
+        tokens_per_s=profile.perf.lone_tokens_per_s(),
+        perf=profile.perf,
+        batched_tokens=profile.flags.max_num_batched_tokens,
+    )
 
 
 def fleet_of(router: Router, arrivals: list[Arrival], counted_from_s: float, counted_until_s: float) -> Fleet:

@@ -51,9 +51,8 @@ class Answered:
 
     def __init__(self) -> None:
         """Start with none."""
-        self._latest: deque[tuple[float, int, int, str]] = deque(
-            maxlen=TOLD_MAX
-        )  # when, number, key, backend
+        # When, number, key, backend.
+        self._latest: deque[tuple[float, int, int, str]] = deque(maxlen=TOLD_MAX)
         self._number = 0
 
     def note(self, key: int, backend_id: str, now: float) -> None:

@@ -75,6 +75,12 @@ class BackendView:
         return _narrowed(configured, reported)
 
 
+def with_shares(views: Mapping[str, BackendView], shares: Mapping[str, float]) -> Mapping[str, BackendView]:
+    """Return the views for a conversation, given the share of it that each backend has seen."""
+    seen = {name: replace(views[name], prefix_share=share) for name, share in shares.items() if name in views}
+    return {**views, **seen}
+
+
 @lru_cache(maxsize=256)
 def _narrowed(capacity: Capacity, context_tokens: int) -> Capacity:
     return replace(capacity, context_tokens=context_tokens)

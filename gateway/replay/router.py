@@ -119,9 +119,7 @@ class PolicyRouter(Generic[A]):
         request = asked.request(key)
         model = deciding.model_of(policy, request.model)
         held = self._prefixes.held(self.prefixes(arrival)) if policy.weights.prefix_affinity else {}
-        views = self._views()
-        if held:
-            views = {name: replace(view, prefix_share=held.get(name, 0.0)) for name, view in views.items()}
+        views = selection.with_shares(self._views(), held) if held else self._views()
         traffic_class, decision = deciding.decide(policy, model, request, asked.estimate, lambda _: views)
         self.classes[arrival.id] = traffic_class.name
         demand = decision.demand

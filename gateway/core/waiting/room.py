@@ -55,7 +55,6 @@ class Room:
         is_job = ticket.demand.is_job
         if entry.stays is not None and self._goes_on_staying(entry, entry.stays):
             return ()
-        entry.stays = None
         name = (ticket.model, ticket.traffic_class.name)
         stuck = self._stuck.setdefault((*name, is_job), [])
         for other, is_full, busy in stuck:
@@ -142,14 +141,7 @@ class Room:
 
     def _seen_by(self, ticket: Ticket) -> Mapping[str, BackendView]:
         shares = ticket.prefix_shares
-        if not shares:
-            return self._views
-        seen = {
-            name: replace(self._views[name], prefix_share=share)
-            for name, share in shares.items()
-            if name in self._views
-        }
-        return {**self._views, **seen}
+        return selection.with_shares(self._views, shares) if shares else self._views
 
     def _is_full(self, candidate: Candidate) -> bool:
         """Return whether the backend cannot take the request before another one ends there, if at all."""
