@@ -17,7 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 # Where `benchmarks` is. Last: the gateway that is tested is the installed one.
 sys.path.append(str(Path(__file__).parents[1]))
 
-WORKERS_PER_CORE = 2  # most of a test's time is another process's: a start, an answer, a lease
+WORKERS_PER_CORE = 3  # most of a test's time is another process's: a start, an answer, a lease
 WORKERS_MAX = 8
 HEAVY = re.compile(
     r"tests/(demo/test_demo|e2e/test_processes|e2e/test_\w*chaos)\.py::"
