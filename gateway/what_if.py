@@ -20,6 +20,7 @@ from gateway.core.values import (
     Request,
     TrafficClass,
 )
+from gateway.core.waiting import Ticket, fastest_prefill_s
 from gateway.downstream import responses, wire
 from gateway.downstream.explain_routes import Question, RequestForgotten
 from gateway.downstream.operator_json import indented
@@ -273,7 +274,7 @@ class WhatIf:
         is_background: bool | None = None,
     ) -> Explanation:
         found = decided(policy, request, estimate, views, is_background=is_background)
-        return replace(found, outlook=self._outlook(policy, found))
+        return replace(found, outlook=self._outlook(policy, request, found, views))
 
     def _views(
         self, policy: Policy, held: Mapping[str, float]
@@ -307,16 +308,29 @@ class WhatIf:
             notes.append(f"Headers that the policy in force has no conditions on are not kept: {names}.")
         return notes
 
-    def _outlook(self, policy: Policy, found: Explanation) -> Outlook:
-        model, traffic_class = found.decision.model, found.decision.traffic_class
-        (its,) = (one for one in deciding.model_of(policy, model).classes if one.name == traffic_class)
+    def _outlook(
+        self, policy: Policy, request: Request, found: Explanation, views: Mapping[str, BackendView]
+    ) -> Outlook:
+        decision, line, now = found.decision, self._pipeline.room.line, self._clock.now()
+        model = deciding.model_of(policy, decision.model)
+        (its,) = (one for one in model.classes if one.name == decision.traffic_class)
         most_s = None if found.is_queued else its.waiting.longest_wait_s
-        line = self._pipeline.room.line
-        waiting = line.waiting().get((model, traffic_class), 0)
+        waiting = line.waiting().get((decision.model, decision.traffic_class), 0)
         if not waiting:
             return Outlook(0, 0.0, most_s)
-        per_s = line.drain_per_s(model, traffic_class, self._clock.now())
-        return Outlook(waiting, None if per_s is None else round((waiting + 1) / per_s, 2), most_s)
+        ticket = Ticket(
+            id="",
+            model=decision.model,
+            policy=policy,
+            traffic_class=its,
+            demand=decision.demand,
+            key=request.key,
+            arrived_at=now,
+            prefill_s=fastest_prefill_s(policy, its, decision.demand),
+            prefix_shares={name: view.prefix_share for name, view in views.items() if view.prefix_share},
+        )
+        wait_s = line.expected_wait_s(ticket, now)
+        return Outlook(waiting, None if wait_s is None else round(wait_s, 2), most_s)
 
 
 def _held(decision: Decision) -> Mapping[str, float]:

@@ -71,7 +71,12 @@ class PolicyRouter(Generic[A]):
 
     def answered(self, fleet: Fleet[A], fate: Fate[A]) -> None:
         """Its prefill work is done."""
-        at_once(self._ledger.answered(self._slots[fate.arrival.id]))
+        slot = self._slots[fate.arrival.id]
+        if slot.load.long_unanswered:
+            self._line.prefilled(
+                str(fate.arrival.id), slot.backend, self._ledger.load(slot.backend), fleet.now
+            )
+        at_once(self._ledger.answered(slot))
         self.look(fleet)
 
     def ended(self, fleet: Fleet[A], fate: Fate[A]) -> None:

@@ -43,6 +43,7 @@ from gateway.core.waiting import (
 from gateway.core.waiting.drain import Drain
 from gateway.core.waiting.fairness import FINISH_SPARE, Entry, Shares
 from gateway.core.waiting.line import EXPIRIES_SPARE, MOVED_WAIT_S
+from gateway.core.waiting.prefills import level
 from gateway.core.waiting.room import STAYING_MAX
 
 UP = BackendStatus(state=State.UP, served_models=("gemma",))
@@ -277,7 +278,7 @@ def test_what_started_without_a_turn_is_charged_as_after_one() -> None:
             way(site, f"{number}", key="noisy", traffic_class=patient_class)
             site.end(f"{number}", 0.1)
         assert site.line.tokens_started(1.0) == {("gemma", "chat", "noisy"): 600}
-        assert site.line.drain_per_s("gemma", "chat", 0.1) is not None  # both ways count as starts
+        assert site.line.drains_per_s(0.1)["gemma", "chat"] is not None  # both ways count as starts
         in_turn(site, "busy", key="other", traffic_class=patient_class)
         for name in ("noisy", "quiet"):
             assert site.enter(name, key=name, traffic_class=patient_class) is None
@@ -1457,7 +1458,7 @@ def test_a_forecast_counts_the_even_part_of_the_slots_that_other_processes_free(
     assert refused.reason is Reason.WAIT_TOO_LONG
     assert refused.expected_wait_s == pytest.approx(expected_wait_s)
     site.turn(130.0)  # nobody waits: what the others run is not looked at any longer
-    assert site.line.drain_per_s("gemma", "chat", 130.0) == pytest.approx(1 / 10)
+    assert site.line.drains_per_s(130.0)["gemma", "chat"] == pytest.approx(1 / 10)
 
 
 @pytest.mark.parametrize("start", ["in-a-turn", "at-once"])
@@ -1492,7 +1493,7 @@ def test_a_forecast_counts_the_slots_that_spilled_requests_free(start: str) -> N
     site.line.leave("next")
     for name in [name for name in site.taken if name.startswith("chat")]:
         site.end(name, 54.0)
-    assert site.line.drain_per_s("gemma", "own", 90.0) == pytest.approx(2 / 50)
+    assert site.line.drains_per_s(90.0)["gemma", "own"] == pytest.approx(2 / 50)
 
 
 def test_who_is_next_waits_for_a_slot_of_another_process() -> None:
@@ -1581,7 +1582,7 @@ def test_tries_that_fail_say_nothing_of_how_fast_places_come_free(failed_s: floa
     site.enter("running again", now)
     site.start(now)
 
-    rate = site.line.drain_per_s("gemma", "chat", now)
+    rate = site.line.drains_per_s(now)["gemma", "chat"]
     site.enter("next", now)
     [refused] = site.turn(now).refused
 
@@ -1614,8 +1615,8 @@ def test_before_anything_was_answered_nothing_is_forecast() -> None:
     site.enter("running", 1000.0)
     site.start(1000.0)
 
-    assert site.line.drain_per_s("gemma", "chat", 1000.0) is None
-    assert site.line.drain_per_s("gemma", "of which nobody came", 1000.0) is None
+    assert site.line.drains_per_s(1000.0)["gemma", "chat"] is None
+    assert ("gemma", "of which nobody came") not in site.line.drains_per_s(1000.0)
 
 
 def test_who_is_next_is_refused_as_soon_as_it_found_no_place() -> None:
@@ -1779,7 +1780,7 @@ def test_places_that_other_classes_free_in_the_same_pool_are_forecast_too() -> N
     site.enter("other-0", 602.0, traffic_class=other)
     site.start(602.0)
 
-    rates = [site.line.drain_per_s("gemma", name, 660.0) for name in ("chat", "other", "elsewhere")]
+    rates = [site.line.drains_per_s(660.0)["gemma", name] for name in ("chat", "other", "elsewhere")]
 
     assert rates == [pytest.approx(1 / 60 + 3 / 2), pytest.approx(1 / 60 + 3 / 2), None]
     together = site.line.drains_per_s(660.0)
@@ -1806,7 +1807,7 @@ def test_a_class_of_which_none_has_ended_is_taken_to_stay_as_long_as_the_others(
         )
     site.start(100.0)
 
-    assert site.line.drain_per_s("gemma", "other", 150.0) == pytest.approx(4 / 10)
+    assert site.line.drains_per_s(150.0)["gemma", "other"] == pytest.approx(4 / 10)
 
 
 def test_a_class_stays_as_long_as_the_others_did_though_none_of_them_runs() -> None:
@@ -1819,7 +1820,7 @@ def test_a_class_stays_as_long_as_the_others_did_though_none_of_them_runs() -> N
         )
     site.start(110.0)
 
-    assert site.line.drain_per_s("gemma", "other", 150.0) == pytest.approx(3 / 10)
+    assert site.line.drains_per_s(150.0)["gemma", "other"] == pytest.approx(3 / 10)
 
 
 def test_how_long_requests_stay_is_a_moving_average() -> None:
@@ -1829,7 +1830,7 @@ def test_how_long_requests_stay_is_a_moving_average() -> None:
     site.enter("next", 130.0)
     site.start(130.0)
 
-    assert site.line.drain_per_s("gemma", "chat", 190.0) == pytest.approx(1 / 12)
+    assert site.line.drains_per_s(190.0)["gemma", "chat"] == pytest.approx(1 / 12)
 
 
 def test_a_burst_of_starts_is_a_rate_that_fades() -> None:
@@ -1842,7 +1843,7 @@ def test_a_burst_of_starts_is_a_rate_that_fades() -> None:
         site.enter(f"again-{number}", 60.0)
     site.start(60.0)
 
-    rates = [site.line.drain_per_s("gemma", "chat", now) for now in (60.0, 65.0, 70.0)]
+    rates = [site.line.drains_per_s(now)["gemma", "chat"] for now in (60.0, 65.0, 70.0)]
 
     assert rates[0] == pytest.approx((20 - 1) / 5, rel=0.01)
     assert rates[1] == pytest.approx((20 / math.e - 1) / 5, rel=0.01)
@@ -1858,10 +1859,10 @@ def test_a_start_that_failed_is_undone_as_far_as_it_counts_still() -> None:
     for number in range(10):
         site.end(f"{number}", 705.0, answered=False)
 
-    assert site.line.drain_per_s("gemma", "chat", 705.0) == pytest.approx((10 / math.e - 1) / 5, rel=0.01)
+    assert site.line.drains_per_s(705.0)["gemma", "chat"] == pytest.approx((10 / math.e - 1) / 5, rel=0.01)
     for number in range(10, 20):  # long after they counted
         site.end(f"{number}", 790.0, answered=False)
-    assert site.line.drain_per_s("gemma", "chat", 790.0) == pytest.approx(1 / 60)
+    assert site.line.drains_per_s(790.0)["gemma", "chat"] == pytest.approx(1 / 60)
 
 
 def test_a_forecast_beyond_the_callers_deadline_is_refused_at_once() -> None:
@@ -2620,3 +2621,222 @@ def test_a_key_with_one_request_is_ahead_of_nobody_with_more_than_that() -> None
     assert [one.position for one in site.line.waiters(1.0) if one.id == "B/2"] == [26]
     order = site.served(["B/2"], 1.0)
     assert order.index("B/2") + 1 <= 26
+
+
+# ------------------------------------------------------------ forecasts for long prompts
+
+READS_1000_PER_S = PerfModel(t_fixed=0, t_mem=0, kv_read=0, kv_span=0, t_seq=0, t_tok=1e-3, t_attn=0, sharp=1)
+
+
+class Library(Site):
+    """The same servers; those of the pool push read 1,000 tokens a second."""
+
+    def __init__(self, push: int = 1, **gates: object) -> None:
+        super().__init__()
+        names = ["push", *(f"push-{number}" for number in range(1, push))]
+        for name in names:
+            self.backends[name] = replace(self.backends["push"], id=name, perf=READS_1000_PER_S)
+        pool = Pool("push", tuple(names), gates=Gates(**gates))  # type: ignore[arg-type]
+        pools = {**self.policy.pools, "push": pool}
+        self.policy = replace(self.policy, pools=pools, backends=dict(self.backends))
+        self.status = dict.fromkeys(self.backends, UP)
+        self.loads = dict.fromkeys(self.backends, Load())
+
+    def document(self, name: str, now: float, tokens: int, **fields: object) -> Refused | None:
+        wanted = {"traffic_class": LONG, "prompt": tokens, "prefill_s": tokens / 1000, **fields}
+        return self.enter(name, now, **wanted)
+
+    def read(self, name: str, now: float) -> None:
+        """Let a server emit the first token of a document."""
+        backend, _ = self.taken[name]
+        self.line.prefilled(name, backend, self.loads[backend], now)
+        self.answered(name)
+
+    def wait_s(self, now: float, **fields: object) -> float | None:
+        wanted = {"traffic_class": LONG, "prompt": 100_000, "prefill_s": 100.0, **fields}
+        return self.line.expected_wait_s(self.ticket("asks", now, **wanted), now)  # type: ignore[arg-type]
+
+
+def hasty(max_wait_s: float) -> TrafficClass:
+    return replace(LONG, waiting=replace(LONG.waiting, max_wait_s=max_wait_s))
+
+
+def test_a_document_waits_for_what_is_read_before_it_and_not_for_a_slot() -> None:
+    site = Library()
+    chat = TrafficClass("chat", ("push",))
+    for number in range(10):  # a slot becomes free each second
+        site.enter(f"chat-{number}", float(number), traffic_class=chat)
+        site.start(float(number))
+        site.end(f"chat-{number}", number + 1.0)
+    site.document("read-now", 10.0, 40_000)
+    assert site.start(10.0) == ["read-now"]
+    site.document("second", 20.0, 20_000)
+
+    assert site.start(20.0) == []
+    assert site.wait_s(20.0) == pytest.approx(30 + 20)  # the rest of the one, and the other
+    assert site.wait_s(45.0) == pytest.approx(5 + 20)
+    assert site.wait_s(60.0) == pytest.approx(4 + 20)  # it takes longer than it should
+    site.read("read-now", 50.0)
+    assert site.start(50.0) == ["second"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"traffic_class": hasty(29.0)}, Reason.WAIT_TOO_LONG),
+        ({"traffic_class": hasty(31.0)}, None),
+        ({"deadline": 39.0}, Reason.DEADLINE),
+        ({"deadline": 41.0}, None),
+    ],
+    ids=["max-wait", "in-time", "deadline", "before-it"],
+)
+def test_who_would_wait_too_long_for_a_prefill_is_told_at_once(
+    asked: Mapping[str, object], reason: Reason | None
+) -> None:
+    site = Library()
+    site.document("read-now", 0.0, 40_000)
+    site.start()
+    site.document("next", 10.0, 20_000, **asked)
+
+    refused = site.turn(10.0).refused
+
+    assert [one.reason for one in refused] == ([] if reason is None else [reason])
+    for one in refused:
+        assert one.expected_wait_s == pytest.approx(30.0)
+        assert one.retry_after_s == pytest.approx(30.0)
+
+
+def test_of_documents_that_come_at_once_each_waits_for_those_before_it() -> None:
+    site = Library()
+    site.document("past", 0.0, 20_000)
+    site.start()
+    site.read("past", 20.0)
+    site.end("past", 30.0)
+    for number in range(4):
+        site.document(f"document-{number}", 500.0, 20_000, traffic_class=hasty(50.0))
+
+    turn = site.turn(500.0)
+
+    assert [offer.ticket.id for offer in turn.offers] == ["document-0"]
+    assert [one.id for one in turn.refused] == ["document-3"]
+    assert turn.refused[0].expected_wait_s == pytest.approx(60.0)
+
+
+def test_a_forecast_learns_how_long_prefills_take() -> None:
+    site = Library()
+    now = 0.0
+    for number in range(30):
+        site.document(f"past-{number}", now, 40_000)
+        site.start(now)
+        now += 80.0
+        site.read(f"past-{number}", now)
+        site.end(f"past-{number}", now)
+    site.document("read-now", now, 40_000)
+    site.start(now)
+    site.document("second", now, 20_000)
+    site.start(now)
+
+    assert site.wait_s(now) == pytest.approx(2 * (40 + 20), rel=0.01)
+
+
+def test_one_prompt_that_was_held_up_does_not_change_forecasts_much() -> None:
+    site = Library()
+    site.document("held-up", 0.0, 16_000)
+    site.start()
+    site.read("held-up", 32.0)
+    site.document("read-now", 100.0, 40_000)
+    site.start(100.0)
+    site.document("second", 100.0, 20_000)
+    site.start(100.0)
+
+    assert site.wait_s(100.0) == pytest.approx(60 * 40 / 24)
+
+
+def test_another_key_has_its_turn_before_a_key_with_many_documents() -> None:
+    site = Library()
+    site.document("read-now", 0.0, 40_000)
+    site.start()
+    for number in range(5):
+        site.document(f"many-{number}", 1.0, 20_000, key="many")
+    site.document("other", 1.0, 30_000, key="other")
+    site.start(1.0)
+
+    assert site.wait_s(10.0, key="many") == pytest.approx(30 + 5 * 20 + 30)
+    assert site.wait_s(10.0, key="other") == pytest.approx(30 + 2 * 20 + 30)
+    assert site.wait_s(10.0, key="new") == pytest.approx(30 + 20 + 30)
+
+
+def test_documents_of_other_classes_of_the_pool_are_read_before_it_too() -> None:
+    site = Library()
+    site.document("read-now", 0.0, 40_000)
+    site.start()
+    urgent = replace(LONG, name="urgent", priority=1)
+    beside = replace(LONG, name="beside")
+    elsewhere = replace(LONG, name="elsewhere", pools=("light",))
+    for number, one in enumerate((urgent, beside, elsewhere)):
+        site.document(f"document-{number}", 1.0, 20_000 * (number + 1), traffic_class=one)
+    site.document("job", 1.0, 80_000, traffic_class=beside, is_job=True)
+    site.document("own", 1.0, 16_000)
+    site.start(1.0)
+
+    assert site.wait_s(10.0) == pytest.approx(30 + 20 + 40 + 16)
+    assert site.wait_s(10.0, is_job=True) == pytest.approx(30 + 20 + 40 + 16)
+
+
+def test_the_first_of_several_backends_that_has_read_what_it_has_takes_it() -> None:
+    site = Library(push=2)
+    for number, tokens in enumerate((40_000, 100_000)):
+        site.document(f"read-now-{number}", 0.0, tokens)
+    assert len(site.start()) == 2
+    site.document("second", 0.0, 20_000)
+    site.start()
+
+    assert site.wait_s(10.0) == pytest.approx(30 + 20)
+    site.document("third", 10.0, 80_000)
+    assert site.wait_s(10.0) == pytest.approx((30 + 90 + 20 + 80) / 2)
+    site.status["push"] = replace(UP, state=State.DOWN)
+    site.turn(10.0)
+    assert site.wait_s(10.0) == pytest.approx(90 + 20 + 80)
+
+
+@pytest.mark.parametrize(
+    ("gates", "asked", "wait_s"),
+    [
+        ({}, {"prefix_shares": {"push": 0.9}}, None),  # it is no long prefill there
+        ({}, {"prefix_shares": {"push": 0.5}}, 30 + 20),
+        ({"long_prefills": None}, {}, None),
+        ({"long_prefills": 2}, {}, 0.0),
+    ],
+    ids=["cached", "half-of-it-cached", "no-gate", "open"],
+)
+def test_who_does_not_wait_for_the_gate_is_not_told_to(
+    gates: Mapping[str, object], asked: Mapping[str, object], wait_s: float | None
+) -> None:
+    site = Library(**gates)  # type: ignore[arg-type]
+    site.document("read-now", 0.0, 40_000)
+    site.start()
+    if wait_s != 0.0:
+        site.document("second", 1.0, 80_000, prefix_shares={"push": 0.75})  # 20,000 tokens are left
+    site.turn(1.0)
+
+    assert site.wait_s(10.0, **asked) == (None if not wait_s else pytest.approx(wait_s))
+
+
+@pytest.mark.parametrize(
+    ("amounts", "more", "found"),
+    [
+        ((), 10.0, 0.0),
+        ((5.0,), 0.0, 5.0),
+        ((5.0,), 10.0, 15.0),
+        ((9.0, 0.0), 0.0, 0.0),
+        ((9.0, 0.0), 4.0, 4.0),
+        ((9.0, 0.0), 9.0, 9.0),
+        ((9.0, 0.0), 11.0, 10.0),
+        ((1.0, 2.0, 50.0), 7.0, 5.0),
+    ],
+    ids=str,
+)
+def test_work_goes_to_the_backend_that_is_free_first(
+    amounts: tuple[float, ...], more: float, found: float
+) -> None:
+    assert level(amounts, more) == pytest.approx(found)

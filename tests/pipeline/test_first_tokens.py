@@ -7,6 +7,7 @@ import pytest
 from support.world import DONE, HELLO, POLICY, ROLE, STOP, WHOLE, Caller, Script, World
 
 from gateway.clock import SystemClock
+from gateway.core.errors import AtCapacity
 from gateway.core.perf import PerfModel
 from gateway.core.values import Endpoint, Gates, Load, Prompt, Request, Waiting, Weights
 from gateway.pipeline.first_tokens import OVERHEAD_S, FirstTokens
@@ -136,6 +137,36 @@ async def test_a_stream_of_one_prompt_shows_its_own(world: World) -> None:
         assert world.ledger.load("light-0").prefill_ms == 0
         assert not world.pipeline.first_tokens._due
         gate.set()
+
+
+async def test_the_first_tokens_of_long_prompts_teach_how_long_others_wait(world: World) -> None:
+    measured(world)
+    (model,) = POLICY.models
+    classes = [replace(one, waiting=Waiting(max_wait_s=10.0), pools=("light",)) for one in model.classes]
+    gates = Gates(long_prompt_tokens=2_000, long_prefills=1)
+    light = replace(POLICY.pools["light"], backends=("light-0",), gates=gates)
+    world.policy = replace(
+        world.policy,
+        models=(replace(model, classes=tuple(classes)),),
+        pools={**POLICY.pools, "light": light},
+    )
+    world.estimates.tokens = 2_000  # 20 s
+    first, second = anyio.Event(), anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        world.answers(light_0=Script([first, ROLE + HELLO, STOP, DONE]))
+        tasks.start_soon(world.run, world.request())
+        await anyio.wait_all_tasks_blocked()
+        world.clock.time += 60.0
+        first.set()
+        await anyio.wait_all_tasks_blocked()
+        world.answers(light_0=Script([second, ROLE + HELLO, STOP, DONE]))
+        tasks.start_soon(world.run, world.request())
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(AtCapacity, match=r"position 1, about 48\.6 s to wait") as refused:
+            await world.run(world.request())
+        second.set()
+
+    assert refused.value.retry_after_s == 49
 
 
 @pytest.mark.parametrize(("seqs", "prompts", "prefill_ms"), [(2, 1, 1_000), (2, 2, 2_000)])

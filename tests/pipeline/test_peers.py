@@ -326,7 +326,7 @@ def test_the_slots_that_become_free_are_shared_with_those_that_are_heard(here: G
     def rate() -> float | None:
         here.wait("next", "b")
         here.line.turn(10.0, views)
-        return here.line.drain_per_s(MODEL.id, CHAT.name, 10.0)
+        return here.line.drains_per_s(10.0)[MODEL.id, CHAT.name]
 
     views = {
         name: BackendView(backend, Load(seqs=6, share=WHOLE), here.fleet.statuses()[name])

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from typing import TypeVar
 
 from gateway.core.values import Candidate, Policy
@@ -44,7 +45,7 @@ class Rank(IntEnum):
 class Entry:
     """A queued ticket. Mutable: its rank changes over time.
 
-    `is_long` and `fits_all` are those of its ticket.
+    `is_long`, `gated_s` and `fits_all` are those of its ticket.
     """
 
     ticket: Ticket
@@ -54,10 +55,12 @@ class Entry:
     due_at: float
     start_by: float
     is_long: bool
+    gated_s: float
     fits_all: bool
     rank: Rank = Rank.TIMELY
     passed: int = 0
     is_unproven: bool = False  # may be able to start at once; its first turn shows whether it has to wait
+    is_full: bool = False  # it waits for a request to end, whatever gates do
     stays: Candidate | None = None  # the busy backend for which it waits although another has room
     stays_since: float | None = None  # when another first had room for it
     stays_until: float = 0.0  # when it takes another one
@@ -238,6 +241,10 @@ class Lane:
         due_at = max(entry.due_at, flow.timely[-1][0]) if flow.timely else entry.due_at
         return len(flow.timely) + bisect_left(flow.late, (entry.ticket.prefill_s, entry.number)), due_at
 
+    def gated_s(self, key: str | None, most: int) -> float:
+        """Return the sum of `Ticket.gated_s` of the first `most` entries of a key, without those behind."""
+        return sum(self.entries[number].gated_s for number in islice(self.of_key(key), most))
+
     def is_first(self, entry: Entry) -> bool:
         """Return whether no other entry of its class would start before an entry."""
         others = len(self._flows) - (entry.ticket.key in self._flows)
@@ -383,6 +390,27 @@ class Shares:
         else:
             others = len(self._tags) - (key in self._tags)
         return own + others
+
+    def gated_ahead_s(self, lane: Lane, entry: Entry) -> float:
+        """Return the sum of `Ticket.gated_s` of the entries that would start before an entry of a lane."""
+        if entry.rank is Rank.BEHIND:
+            behind = lane.behind[: bisect_left(lane.behind, entry.number)]
+            return self.gated_s() + sum(lane.entries[number].gated_s for number in behind)
+        key = entry.ticket.key
+        own, due_at = lane.ahead_of(entry)
+        ahead_s = lane.gated_s(key, own)
+        for one in self.lanes:
+            if one is not lane:
+                number = one.due_before(key, due_at)
+                own += number
+                ahead_s += one.gated_s(key, number)
+        return ahead_s + sum(
+            one.gated_s(name, own + 1) for name in self._tags if name != key for one in self.lanes
+        )
+
+    def gated_s(self) -> float:
+        """Return the sum of `Ticket.gated_s` of all entries, without those behind."""
+        return sum(one.gated_s(name, tag.entries) for name, tag in self._tags.items() for one in self.lanes)
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """The queue itself: queued, offered and running requests. The package docstring states its rules."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -15,6 +15,7 @@ from gateway.core.value import valueclass
 from gateway.core.values import Candidate, Load, WhenLate
 from gateway.core.waiting.drain import Drain
 from gateway.core.waiting.fairness import LOOKAHEAD, Entry, Home, Lane, Rank, Shares, merged
+from gateway.core.waiting.prefills import TIMED_PREFILL_S, Prefills, level
 from gateway.core.waiting.room import Room, asks_no_less
 from gateway.core.waiting.tickets import Offer, Reason, Refused, Ticket, Turn, Waiter
 
@@ -67,7 +68,8 @@ class WaitingLine:
         self._long_waiting: dict[str, int] = {}
         self._long_elsewhere: Mapping[str, int] = {}
         self._peers = 0  # other processes that take slots of the same backends
-        self._views: Mapping[str, BackendView] = {}  # of the last turn, if there are peers
+        self._views: Mapping[str, BackendView] = {}  # after the last turn, if requests were queued
+        self._prefills: dict[str, Prefills] = {}  # of long prompts, by backend
         self._tokens_started = StartedTokens()
         self._gone_until: dict[str, float] = {}  # backends whose offered slot was gone
         self._back_at: Mapping[str, float] = {}  # backends whose box runs another model
@@ -148,17 +150,12 @@ class WaitingLine:
         """Return the tokens of the requests started from this queue, per flow; see `StartedTokens`."""
         return self._tokens_started.totals(now)
 
-    def drain_per_s(self, model: str, traffic_class: str, now: float) -> float | None:
-        """Return how many slots per second become free for a class, or None while that is unknown.
+    def drains_per_s(self, now: float) -> Mapping[tuple[str, str], float | None]:
+        """Return how many slots per second become free, per (model, class); None while that is unknown.
 
         Slots of other classes with the same first pool count, because any of these classes can use them, and
         slots of requests that have spilled there.
         """
-        lane = self._lanes.get((model, traffic_class))
-        return None if lane is None else self._per_s(lane, now)
-
-    def drains_per_s(self, now: float) -> Mapping[tuple[str, str], float | None]:
-        """Return the same for all (model, class) that have had requests."""
         pools: dict[frozenset[str], list[Drain]] = {}
         for lane in self._lanes.values():
             if lane.home is not None:
@@ -192,6 +189,13 @@ class WaitingLine:
         entry = self._waiting.get(ticket_id)
         return None if entry is None else self._ahead_of(self._lane(entry.ticket), entry) + 1
 
+    def expected_wait_s(self, ticket: Ticket, now: float) -> float | None:
+        """Return the expected wait of a request that is not queued, or None while it is unknown."""
+        lane = self._lanes.get((ticket.model, ticket.traffic_class.name))
+        if lane is None or lane.home is None:
+            return None
+        return self._forecast(lane, self._entry(ticket, now), now)[1]
+
     # ------------------------------------------------------------ events
 
     def expect(self, back_at: Mapping[str, float]) -> None:
@@ -210,15 +214,16 @@ class WaitingLine:
             entry.expires_at = _expiry(ticket, now, longest_s)
             self._insert(lane, entry, now)
             return None
+        name = (ticket.model, ticket.traffic_class.name)
+        without_room = self._full_classes.get(name, ())
+        in_turn = lane.in_turn_counts[entry.is_ordinary]
+        has_room = in_turn < LOOKAHEAD and not any(asks_no_less(ticket, one) for one in without_room)
+        entry.is_full = not has_room
         ahead, wait_s = self._forecast(lane, entry, now)
         if lane.is_full_for(ticket):
             return _refused(entry, Reason.QUEUE_FULL, ahead, wait_s, now)
         # The forecast does not apply to a request that may be able to start at once, unless all backends that
         # could serve it are swapped out. The next turn will tell.
-        name = (ticket.model, ticket.traffic_class.name)
-        without_room = self._full_classes.get(name, ())
-        in_turn = lane.in_turn_counts[entry.is_ordinary]
-        has_room = in_turn < LOOKAHEAD and not any(asks_no_less(ticket, one) for one in without_room)
         entry.is_unproven = has_room or lane.is_first(entry)
         may_start = entry.is_unproven and not self._away_s(ticket, now)
         reason = None if may_start else _foreseen(entry, wait_s, now)
@@ -295,6 +300,12 @@ class WaitingLine:
             offered.uncharge()
             self._insert(self._lane(offered.entry.ticket), offered.entry, now)
 
+    def prefilled(self, ticket_id: str, backend: str, load: Load, now: float) -> None:
+        """Note the first token of a long prompt; `load`: that of its backend until then."""
+        running = self._running.get(ticket_id)
+        if running is not None:
+            self._prefills_of(backend).learn(load, now - running[1])
+
     def released(self, ticket_id: str, backend: str, now: float, *, answered: bool = True) -> None:
         """Note that a request that ran on `backend` has ended.
 
@@ -334,7 +345,7 @@ class WaitingLine:
         """
         refused = self._expire(now)
         self._full_classes = {}
-        self._views = views if self._peers and self._waiting else {}
+        self._views = {}
         if not self._waiting:
             return Turn((), refused, None)
         room = Room(self._with_offers(views), self._paused(now), now)
@@ -353,13 +364,14 @@ class WaitingLine:
                 elif candidates:
                     offers.append(Offer(entry.ticket, candidates))
         for offer in offers:
-            self._offer(offer)
+            self._offer(offer, now)
+        self._views = self._with_offers(views)
         for entry in hopeless:
             no_backend = self._refuse(entry, Reason.NO_BACKEND, now)
             retry_after_s = _first_back_s(entry.ticket, views, now)
             refused.append(replace(no_backend, expected_wait_s=None, retry_after_s=retry_after_s))
         self._full_classes = room.full_classes
-        late = self._late(room.found_full, now, refused)
+        late = self._late(room.foreseen, now, refused)
         # There is more to do if the lookahead limit may have ended the turn while slots were still free, or
         # if an entry that held backends in this turn was refused or demoted.
         is_unfinished = self._waiting and (hopeless or late or (offers and looked >= LOOKAHEAD))
@@ -387,6 +399,7 @@ class WaitingLine:
             due_at=due_at,
             start_by=start_by,
             is_long=ticket.is_long,
+            gated_s=ticket.gated_s,
             fits_all=ticket.fits_all,
             rank=Rank.BEHIND if ticket.demand.is_job else rank,
         )
@@ -438,18 +451,24 @@ class WaitingLine:
             else:
                 del self._long_waiting[name]
 
-    def _offer(self, offer: Offer) -> None:
+    def _offer(self, offer: Offer, now: float) -> None:
         entry = self._waiting[offer.ticket.id]
+        self._note_prefill(offer.ticket, offer.candidates[0].backend, now)
         self._remove(entry)
         self._note_offer(entry, offer, self._lane(entry.ticket).shares)
 
     def _started(self, ticket: Ticket, lane: Lane, backend: str, cost: int, now: float) -> None:
         lane.drain.note_started(now)
+        self._note_prefill(ticket, backend, now)
         self._tokens_started.add((ticket.model, ticket.traffic_class.name, ticket.key), cost, now)
         has_spilled = lane.home is not None and backend not in lane.home[1]
         if has_spilled:
             self._count_spilled(lane, backend, 1)
         self._running[ticket.id] = (lane, now, has_spilled)
+
+    def _note_prefill(self, ticket: Ticket, backend: str, now: float) -> None:
+        if ticket.prefill_s > TIMED_PREFILL_S:
+            self._prefills_of(backend).began_at = now
 
     def _count_spilled(self, lane: Lane, backend: str, change: int) -> None:
         spilled = self._spilled.setdefault(backend, Counter())
@@ -472,10 +491,37 @@ class WaitingLine:
         """Return how many requests are ahead of an entry and its expected wait, None while unknown."""
         ahead = self._ahead_of(lane, entry)
         per_s = self._per_s(lane, now)
-        away_s = self._away_s(entry.ticket, now)
-        if per_s is None:
-            return ahead, away_s or None
-        return ahead, max(away_s, (ahead + 1) / per_s)
+        wait_s = self._away_s(entry.ticket, now)
+        if entry.gated_s:
+            wait_s = max(wait_s, self._gate_s(lane, entry, now))
+        if per_s is not None and (entry.is_full or not entry.is_long):
+            wait_s = max(wait_s, (ahead + 1) / per_s)
+        return ahead, wait_s or None
+
+    def _gate_s(self, lane: Lane, entry: Entry, now: float) -> float:
+        """Return the time until what has to be prefilled before a long prompt is done in its first pool.
+
+        Slots that other requests free meanwhile are of no use to it.
+        """
+        assert lane.home is not None  # it got one from the entry's ticket
+        ticket, busy_s, factors = entry.ticket, [], []
+        for name in filter(ticket.may_run_on, ticket.first_pool):
+            view, prefills = self._views.get(name), self._prefills_of(name)
+            if view is not None and health.usable(view.status):
+                is_open = view.load.long_unanswered < ticket.long_prefills_max
+                busy_s.append(0.0 if is_open else prefills.left_s(view.load, now))
+                factors.append(prefills.factor)
+        if not factors:
+            return 0.0
+        ahead_s = lane.shares.gated_ahead_s(lane, entry)
+        ahead_s += sum(shares.gated_s() for shares in self._above(lane.home))
+        return level(busy_s, ahead_s * sum(factors) / len(factors))
+
+    def _prefills_of(self, backend: str) -> Prefills:
+        known = self._prefills.get(backend)
+        if known is None:
+            known = self._prefills[backend] = Prefills()
+        return known
 
     def _away_s(self, ticket: Ticket, now: float) -> float:
         """Return the time until the first backend that could take a request is back; 0 if one is running."""
@@ -488,13 +534,15 @@ class WaitingLine:
     def _ahead_of(self, lane: Lane, entry: Entry) -> int:
         """Return how many requests of any class with the same first pool would start before an entry."""
         assert lane.home is not None  # it got one from the entry's ticket
-        own_priority, own_pool = lane.home
-        above = (
-            sum(len(one.entries) - one.jobs for one in shares.lanes)
-            for (priority, pool), shares in self._shares.items()
-            if pool == own_pool and priority > own_priority
-        )
+        above = (len(one.entries) - one.jobs for shares in self._above(lane.home) for one in shares.lanes)
         return lane.shares.ahead_of(lane, entry) + sum(above)
+
+    def _above(self, home: Home) -> Iterator[Shares]:
+        """Yield the accounts of higher priority with the same first pool."""
+        own_priority, own_pool = home
+        for (priority, pool), shares in self._shares.items():
+            if pool == own_pool and priority > own_priority:
+                yield shares
 
     def _per_s(self, lane: Lane, now: float) -> float | None:
         """Return the slots per second that become free in a lane's first pool, or None while unknown."""
@@ -519,15 +567,15 @@ class WaitingLine:
         Whichever process waits may take a slot that another one frees. By its own requests alone, a process
         that runs hardly any would expect to wait until one of these ends.
         """
-        if not self._views:
+        if not self._peers:
             return 0.0
         running = sum(self._views[name].load.seqs for name in pool & self._views.keys())
         return running / (1 + self._peers)
 
-    def _late(self, full: Sequence[Entry], now: float, refused: list[Refused]) -> bool:
+    def _late(self, entries: Sequence[Entry], now: float, refused: list[Refused]) -> bool:
         """Refuse or demote entries that found no slot in their first turn and would not get one in time."""
         found = False
-        for entry in full:
+        for entry in entries:
             rules = entry.ticket.traffic_class.waiting
             reason = _foreseen(entry, self._forecast(self._lane(entry.ticket), entry, now)[1], now)
             if reason is None:

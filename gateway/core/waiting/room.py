@@ -8,6 +8,7 @@ from math import inf
 from gateway.core import admission, selection
 from gateway.core.health import State, usable
 from gateway.core.selection import BackendView
+from gateway.core.value import valueclass
 from gateway.core.values import Candidate, Exclusion
 from gateway.core.waiting.fairness import LOOKAHEAD, Entry
 from gateway.core.waiting.tickets import Ticket
@@ -26,10 +27,23 @@ _FULL = frozenset(
 )
 """Exclusions that last until a request ends, which the measured drain rate predicts. Prefill ends sooner."""
 
+_FORESEEN = _FULL | {Exclusion.LONG_PREFILL}
+"""Exclusions whose end a forecast predicts."""
+
 
 STAYING_MAX = LOOKAHEAD * 3 // 4
 """Maximum requests of a class that wait for the backend that has their conversation, in one turn. A choice: a
 turn looks at `LOOKAHEAD` of them. If all of those wait, nobody behind them starts, whatever is idle."""
+
+
+@valueclass(frozen=True, slots=True)
+class _Stuck:
+    """A request that has to wait, and whether for it, all backends are `_FULL`, or `_FORESEEN`."""
+
+    ticket: Ticket
+    busy: tuple[str, ...]
+    is_full: bool
+    is_foreseen: bool
 
 
 class Room:
@@ -42,8 +56,8 @@ class Room:
         self._closed = set(paused)  # backends not offered to any further request in this turn
         self._closed_to_jobs: set[str] = set()  # backends not offered to any further job
         self._wanted: dict[str, list[tuple[Entry, tuple[str, ...]]]] = {}
-        self._stuck: dict[tuple[str, str, bool], list[tuple[Ticket, bool, tuple[str, ...]]]] = {}
-        self.found_full: list[Entry] = []  # entries in their first turn that wait for a request to end
+        self._stuck: dict[tuple[str, str, bool], list[_Stuck]] = {}
+        self.foreseen: list[Entry] = []  # entries in their first turn whose wait a forecast predicts
         self.full_classes: dict[tuple[str, str], list[Ticket]] = {}  # without room, by (model, class)
         self._staying: Counter[tuple[str, str]] = Counter()  # by (model, class)
         self.next_look_at = inf  # when an entry stops waiting for the backend that has its conversation
@@ -57,10 +71,13 @@ class Room:
             return ()
         name = (ticket.model, ticket.traffic_class.name)
         stuck = self._stuck.setdefault((*name, is_job), [])
-        for other, is_full, busy in stuck:
-            if asks_no_less(ticket, other, is_full=is_full) and self._may_wait(ticket, busy):
-                if is_unproven and is_full:
-                    self.found_full.append(entry)
+        for other in stuck:
+            if asks_no_less(ticket, other.ticket, is_full=other.is_full) and self._may_wait(
+                ticket, other.busy
+            ):
+                entry.is_full = other.is_full
+                if is_unproven and other.is_foreseen:
+                    self.foreseen.append(entry)
                 return ()
         ranked = selection.rank(
             ticket.policy,
@@ -80,13 +97,14 @@ class Room:
         busy = tuple(one.backend for one in ranked if one.excluded is None or one.excluded.is_busy)
         if not busy:
             return None
-        is_full = all(self._is_full(one) for one in ranked)
-        if is_unproven and is_full:
-            self.found_full.append(entry)
+        is_full = entry.is_full = all(self._lasts(one, _FULL) for one in ranked)
+        is_foreseen = is_full or all(self._lasts(one, _FORESEEN) for one in ranked)
+        if is_unproven and is_foreseen:
+            self.foreseen.append(entry)
         is_held = bool(able) and not any(one.backend in self._paused for one in able)
         if not is_job and (is_full or is_held):
             self.full_classes.setdefault(name, []).append(ticket)
-        stuck.append((ticket, is_full, busy))
+        stuck.append(_Stuck(ticket, busy, is_full, is_foreseen))
         self._hold(entry, tuple(one.backend for one in ranked if _is_waited_for(one)))
         return ()
 
@@ -143,12 +161,12 @@ class Room:
         shares = ticket.prefix_shares
         return selection.with_shares(self._views, shares) if shares else self._views
 
-    def _is_full(self, candidate: Candidate) -> bool:
-        """Return whether the backend cannot take the request before another one ends there, if at all."""
+    def _lasts(self, candidate: Candidate, lasting: frozenset[Exclusion]) -> bool:
+        """Return whether a backend cannot take the request before one of these exclusions ends, if at all."""
         excluded = candidate.excluded
         if excluded is None or not excluded.is_busy:
             return excluded is not None
-        return excluded in _FULL and self._views[candidate.backend].status.state is not State.PROBATION
+        return excluded in lasting and self._views[candidate.backend].status.state is not State.PROBATION
 
     def _take(self, candidate: Candidate) -> None:
         name = candidate.backend

@@ -64,6 +64,23 @@ class Ticket:
         return admission.is_long(self.policy.pools[self.traffic_class.pools[0]].gates, self.demand)
 
     @property
+    def gated_s(self) -> float:
+        """Prefill seconds for which it closes the gate for long prompts in its first pool; 0 if none applies.
+
+        As `prefill_s`, without what a backend has of its conversation.
+        """
+        gates = self.policy.pools[self.traffic_class.pools[0]].gates
+        fresh = 1 - max(self.prefix_shares.values(), default=0.0)
+        if gates.long_prefills is None or fresh * self.demand.prompt_tokens < gates.long_prompt_tokens:
+            return 0.0
+        return fresh * self.prefill_s * self.demand.prompts
+
+    @property
+    def long_prefills_max(self) -> int:
+        """How many long prompts a backend of its first pool prefills at once, if there is a gate for them."""
+        return max(1, self.policy.pools[self.traffic_class.pools[0]].gates.long_prefills or 0)
+
+    @property
     def fits_all(self) -> bool:
         """Whether every backend of its first pool could take it."""
         demand, backends = self.demand, self.policy.backends
