@@ -179,7 +179,7 @@ class Gateway(PolicyRouter[Turn]):
     def _asked(arrival: Turn) -> tuple[RequestFeatures, None]:
         tokens = arrival.prompt_tokens
         estimate = Estimate(tokens, round(tokens * (1 + APPROXIMATE_BAND)), CountMode.APPROXIMATE)
-        return RequestFeatures("", "gemma", Endpoint.CHAT, estimate, stream=True), None
+        return RequestFeatures("", estimate, 0, None, {}, "gemma", Endpoint.CHAT, stream=True), None
 
 
 class LeastInFlight:

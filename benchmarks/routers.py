@@ -86,9 +86,12 @@ class GatewayRouter(PolicyRouter[Arrival]):
         tokens = arrival.estimate_tokens
         asked = RequestFeatures(
             policy="",
+            estimate=Estimate(tokens, round(tokens * (1 + self._band)), CountMode.APPROXIMATE),
+            size_bytes=0,
+            patience_s=None,
+            headers={},
             model="gemma",
             endpoint=Endpoint.CHAT,
-            estimate=Estimate(tokens, round(tokens * (1 + self._band)), CountMode.APPROXIMATE),
             stream=True,
             max_tokens=arrival.output_tokens if self._is_told_output else None,
             reasoning=arrival.kind is Kind.REASONING,

@@ -1,7 +1,8 @@
 """The features of a request without its text: enough to decide it again. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import fields
+from operator import attrgetter
 
 from gateway.core.value import valueclass
 from gateway.core.values import Endpoint, Estimate, ModelPolicy, Policy, Prompt, Request
@@ -18,19 +19,22 @@ class RequestFeatures:
 
     Attributes:
         policy: Version of the policy it was decided under.
-        model: The requested model, by a name that the configuration knows.
-        endpoint, stream, max_tokens, seqs, choices, prompts, reasoning, images, audios, tools, is_job,
-            handed_over_as: As in `Request`.
         estimate: The estimated prompt length.
         size_bytes: Memory it occupied.
         patience_s: How long its caller said it would wait for the first token, or None.
         headers: Headers in conditions of the policy: the value if a condition compares it, otherwise `OTHER`.
+        model: The requested model, by a name that the configuration knows.
+        endpoint, stream, max_tokens, seqs, choices, prompts, reasoning, images, audios, tools, is_job,
+            handed_over_as: As in `Request`.
     """
 
     policy: str
+    estimate: Estimate
+    size_bytes: int
+    patience_s: float | None
+    headers: Mapping[str, HeaderValue]
     model: str
     endpoint: Endpoint
-    estimate: Estimate
     stream: bool = False
     max_tokens: int | None = None
     seqs: int = 1
@@ -42,9 +46,6 @@ class RequestFeatures:
     tools: int = 0
     is_job: bool = False
     handed_over_as: str = ""
-    size_bytes: int = 0
-    patience_s: float | None = None
-    headers: Mapping[str, HeaderValue] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -64,48 +65,24 @@ class RequestFeatures:
                 if value is not None:
                     headers[name] = value if value in values else OTHER
         # By position, in the order of the fields: the class is wide, and keywords would cost 2 us.
-        return cls(
-            policy,
-            request.model,
-            request.endpoint,
-            estimate,
-            request.stream,
-            request.max_tokens,
-            request.seqs,
-            request.choices,
-            request.prompts,
-            request.reasoning,
-            request.images,
-            request.audios,
-            request.tools,
-            request.is_job,
-            request.handed_over_as,
-            size_bytes,
-            patience_s,
-            headers,
-        )
+        return cls(policy, estimate, size_bytes, patience_s, headers, *_of_request(request))
 
     def request(self, key: str | None = None) -> Request:
         """Restore the request, as far as a decision needs it. `key`: name of its caller's API key."""
         return Request(
-            endpoint=self.endpoint,
-            model=self.model,
+            **dict(zip(_SHARED, _of_request(self), strict=True)),
             prompt=Prompt(),
-            stream=self.stream,
-            max_tokens=self.max_tokens,
-            seqs=self.seqs,
-            choices=self.choices,
-            prompts=self.prompts,
-            reasoning=self.reasoning,
-            images=self.images,
-            audios=self.audios,
-            tools=self.tools,
             key=key,
             # "" is never the value of a header: it stands for one that no condition compares.
             headers={name: "" if value is OTHER else str(value) for name, value in self.headers.items()},
-            is_job=self.is_job,
-            handed_over_as=self.handed_over_as,
         )
+
+
+_ALIKE = {one.name for one in fields(Request)} - {"headers"}
+_SHARED = tuple(one.name for one in fields(RequestFeatures) if one.name in _ALIKE)
+"""The fields that are as in `Request`; in `RequestFeatures` they are the last ones."""
+
+_of_request = attrgetter(*_SHARED)
 
 
 def matched_headers(policy: Policy, model: str) -> Mapping[str, frozenset[str]]:

@@ -5,13 +5,13 @@ version; if the meaning of one changes, so does the version.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import msgspec
 
 from gateway.core.profile import EngineFlags
-from gateway.core.request_features import HeaderValue
+from gateway.core.request_features import HeaderValue, RequestFeatures
 from gateway.core.usage import Ending, RequestRecord
 from gateway.core.values import CountMode, Endpoint, Policy
 
@@ -113,10 +113,7 @@ class RequestLine(msgspec.Struct, frozen=True, tag="request", tag_field="kind", 
 
 Line = PolicyLine | RequestLine
 
-ASKED = (
-    *("policy", "model", "endpoint", "stream", "max_tokens", "seqs", "choices", "prompts", "reasoning"),
-    *("images", "audios", "tools", "is_job", "handed_over_as", "size_bytes", "patience_s", "headers"),
-)
+ASKED = tuple(one.name for one in fields(RequestFeatures) if one.name != "estimate")
 """The members of `core.request_features.RequestFeatures` that a line contains unchanged."""
 
 

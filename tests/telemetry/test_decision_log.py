@@ -53,7 +53,7 @@ POLICY = Policy(
 )
 FLAGS = {"light-0": EngineFlags(64, 8192)}
 ESTIMATE = Estimate(100, 116, CountMode.EXACT)
-ASKED = RequestFeatures("abc", "gemma-4", Endpoint.CHAT, ESTIMATE, stream=True, headers={"x-team": "red"})
+ASKED = RequestFeatures("abc", ESTIMATE, 0, None, {"x-team": "red"}, "gemma-4", Endpoint.CHAT, stream=True)
 RECORD = RequestRecord(
     id="req-hidden",
     model="gemma-4",
