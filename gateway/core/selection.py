@@ -8,7 +8,6 @@ order of backends in the pool. Nothing is random, so a decision can be explained
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Protocol
 
 from gateway.core import admission, versions
 from gateway.core.health import PROBATION_SEQS, BackendStatus, State, accepts, preference, usable
@@ -109,24 +108,16 @@ class Case:
     spill_limits: Load | None = None
 
 
-class BackendCase(Protocol):
-    """The input of a filter that looks only at the backend."""
-
-    @property
-    def view(self) -> BackendView:
-        """The backend."""
-
-
 Filter = Callable[[Case], Objection | None]
 
 _NONE: frozenset[str] = frozenset()
 
 
-def _drain(case: BackendCase) -> Objection | None:
-    if case.view.backend.drain:
+def _drain(view: BackendView) -> Objection | None:
+    if view.backend.drain:
         return Exclusion.DRAINING, "drained by the operator"
-    if case.view.status.state is State.DRAINING:
-        return Exclusion.DRAINING, case.view.status.reason or "the engine is stopping"
+    if view.status.state is State.DRAINING:
+        return Exclusion.DRAINING, view.status.reason or "the engine is stopping"
     return None
 
 
@@ -168,16 +159,12 @@ def _refused_parts(backend: Backend, demand: Demand) -> str:
     return ""
 
 
-def _away(case: Case) -> Objection | None:
-    return case.view.away
-
-
-def _model(case: BackendCase) -> Objection | None:
-    served, wanted = case.view.status.served_models, case.view.backend.model
+def _model(view: BackendView) -> Objection | None:
+    served, wanted = view.status.served_models, view.backend.model
     if wanted is not None and served and wanted not in served:
         return Exclusion.WRONG_MODEL, f"serves {', '.join(served)}, not {wanted}"
     if wanted is None and not served:
-        error = case.view.status.model_error
+        error = view.status.model_error
         reason = Exclusion.WRONG_MODEL if error else Exclusion.NOT_ASKED
         return reason, error or "the name of the model it serves is not known yet"
     if wanted is None and len(served) > 1:
@@ -185,8 +172,8 @@ def _model(case: BackendCase) -> Objection | None:
     return None
 
 
-def _version(case: BackendCase) -> Objection | None:
-    status, allowed = case.view.status, case.view.backend.versions
+def _version(view: BackendView) -> Objection | None:
+    status, allowed = view.status, view.backend.versions
     if not allowed:
         return None
     if not status.served_models:  # models and version are queried together
@@ -195,13 +182,22 @@ def _version(case: BackendCase) -> Objection | None:
     return (Exclusion.WRONG_VERSION, wrong) if wrong else None
 
 
-def _health(case: BackendCase) -> Objection | None:
-    status = case.view.status
-    if accepts(status, case.view.load.seqs):
+def _health(view: BackendView) -> Objection | None:
+    status = view.status
+    if accepts(status, view.load.seqs):
         return None
     if usable(status):
         return Exclusion.AT_KNEE, f"{status.state.value}: a few requests at a time until they succeed"
     return Exclusion.UNHEALTHY, f"{status.state.value}: {status.reason}"
+
+
+def _unavailable(case: Case) -> Objection | None:
+    return _kept_out(case.view)
+
+
+def _kept_out(view: BackendView) -> Objection | None:
+    """Return why a backend gets no request of any kind now, or None."""
+    return _drain(view) or view.away or _health(view) or _model(view) or _version(view)
 
 
 def _room(case: Case) -> Objection | None:
@@ -261,19 +257,10 @@ FILTERS: Sequence[Filter] = (
     # Permanent objections first, so that a caller whose request fits nowhere is not told to retry.
     _fit,
     _modality,
-    _drain,
-    _away,
-    _health,
-    _model,
-    _version,
+    _unavailable,
     _room,
     _spill,
 )
-
-
-@valueclass(frozen=True, slots=True)
-class _Alone:
-    view: BackendView
 
 
 def stay(
@@ -307,8 +294,7 @@ def unavailable_reason(backend: Backend, status: BackendStatus) -> Objection | N
     """
     if status.state is State.UNKNOWN:
         return Exclusion.UNHEALTHY, "unknown: not probed yet"
-    case = _Alone(BackendView(backend, Load(), status))
-    return _drain(case) or _health(case) or _model(case) or _version(case)
+    return _kept_out(BackendView(backend, Load(), status))
 
 
 def is_clear(case: Case) -> bool:
