@@ -417,7 +417,7 @@ class Attempt:
         self._deadline.move(self._now() + END_OF_BODY_S)
 
     async def _send_whole(self, body: bytes) -> None:
-        await self._note_begun()
+        await self._note_first_token()
         await self._send(self._context.send_whole(_JSON, body))
 
     async def _note_first_token(self) -> None:
@@ -428,13 +428,8 @@ class Attempt:
 
     async def _begin_stream(self) -> None:
         """Start a streamed response."""
-        await self._note_begun()
-        await self._context.start(200, SSE_HEADERS)
-
-    async def _note_begun(self) -> None:
-        """Note the time of the first token for the request, whose response begins with it."""
         await self._note_first_token()
-        self._context.first_byte_at = self._first_byte_at
+        await self._context.start(200, SSE_HEADERS)
 
     # -------------------------------------------------------------- failures
 

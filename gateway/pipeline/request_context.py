@@ -31,7 +31,6 @@ class RequestContext:
         unreported: Failed attempts not yet reported to the fleet, because the request may be at fault.
         crashes: How many attempts crashed an engine.
         usage: Token usage as the backend reported it.
-        first_byte_at: Time of the first token, monotonic seconds.
         keep_alive: Sends SSE comments while the request waits; None if it does not send any.
         is_answered: Whether the response has begun, after which no other backend can take over.
         chunks: Number of reads relayed.
@@ -48,7 +47,6 @@ class RequestContext:
     served_by: Candidate | None = None
     crashes = 0
     usage: Usage | None = None
-    first_byte_at: float | None = None
     keep_alive: KeepAlive | None = None
     is_answered = False
     chunks = 0
@@ -134,7 +132,7 @@ class RequestContext:
             ended_at,
             self.estimated_at,
             self.admitted_at,
-            self.first_byte_at,
+            self.attempts[-1].first_byte_at if self.is_answered else None,
             self.decision,
             placed,
             placed is not None and placed.is_spill,
