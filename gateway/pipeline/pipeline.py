@@ -156,10 +156,9 @@ class Pipeline:
         self._deadlines: Deadlines | None = None  # of the event loop in which requests run
         self._newest = policy()
         self._members_of: dict[tuple[str, ...], Mapping[str, Backend]] = {}  # by pools, for the newest policy
-        self._backends: Mapping[str, Backend] = self._newest.backends
         self.cohort = Cohort() if cohort is None else cohort
         self.watch = watch
-        self.room = WaitingRoom(line, ledger, lambda: self._views(self._backends), clock, self.cohort)
+        self.room = WaitingRoom(line, ledger, lambda: self._views(self._newest.backends), clock, self.cohort)
         watch.on_share_raised(self.room.look)
         self.first_tokens = FirstTokens(ledger, clock)
         self._is_ending = False  # a cancelled request does not mean that its caller has left
@@ -235,7 +234,7 @@ class Pipeline:
 
         Backends that the new policy removes are forgotten, and receive no further requests.
         """
-        self._backends = self._policy().backends
+        self._use(self._policy())
         self.room.redecide()
 
     def serving(self) -> Serving:
@@ -480,9 +479,7 @@ class Pipeline:
         request, arrival = incoming.request, incoming.arrival
         held = self._held(policy, request.prefixes)
         if policy is not self._newest:
-            self._newest = policy
-            self._backends = policy.backends
-            self._members_of.clear()
+            self._use(policy)
         line = self.room.line
 
         def views(traffic_class: TrafficClass) -> Mapping[str, BackendView]:
@@ -510,6 +507,11 @@ class Pipeline:
             request.queued_s,
             held,
         )
+
+    def _use(self, policy: Policy) -> None:
+        """Make a policy the newest one."""
+        self._newest = policy
+        self._members_of.clear()
 
     def _held(self, policy: Policy, prefixes: Prefixes) -> Mapping[str, float]:
         return self._prefixes.held(prefixes) if policy.weights.prefix_affinity else _NO_SHARES
@@ -611,7 +613,7 @@ class Pipeline:
         Raises as `Attempt.run`, and as `deciding.as_it_is_now`, of which nothing is reported.
         """
         backend = context.policy.backends[candidate.backend]
-        if context.policy.backends is not self._backends:  # it was decided under a former policy
+        if context.policy is not self._newest:  # it was decided under a former policy
             backend = deciding.as_it_is_now(backend, self._policy(), ticket.model)
         status = self._fleet.statuses().get(backend.id, _UNKNOWN)
         request = context.incoming.request
