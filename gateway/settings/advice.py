@@ -7,6 +7,7 @@ from hashlib import sha256
 from typing import Any
 from urllib.parse import urlsplit
 
+from gateway.core.admission import blocks_planned
 from gateway.core.quirks import WORKAROUNDS
 from gateway.core.values import Backend, Capacity, ModelPolicy, Policy, TrafficClass
 from gateway.settings.policies import mixed_pools
@@ -74,7 +75,7 @@ def _class(
             return
     for _, taken in earlier:
         admits = admits.without(taken)
-    backends = _backends_of(one, policy)
+    backends = [policy.backends[name] for name in policy.backends_of(one)]
     yield from _window(one, admits, backends, fleet)
     yield from _modality(one, admits, backends, fleet)
 
@@ -134,11 +135,6 @@ def _remainder(model: ModelPolicy) -> Iterator[Finding]:
         )
 
 
-def _backends_of(one: TrafficClass, policy: Policy) -> list[Backend]:
-    names = dict.fromkeys(name for pool in one.pools for name in policy.pools[pool].backends)
-    return [policy.backends[name] for name in names]
-
-
 def _able(backend: Backend, admits: Reach) -> bool:
     """Return whether a backend accepts the images and audio that every request of a class has."""
     return all(admits.counts[name].low == 0 or _takes([backend], name) for name in ("images", "audios"))
@@ -174,12 +170,12 @@ def _context(backend: Backend) -> int:
 def kv_tokens(capacity: Capacity) -> int:
     """Return the longest single request that fits the KV budget, at most the window."""
     low, high = 0, capacity.context_tokens
-    if capacity.kv is None or capacity.kv_blocks is None:
+    planned = blocks_planned(capacity)
+    if capacity.kv is None or planned is None:
         return high
-    budget = int(capacity.kv_blocks * capacity.kv_budget)
     while low < high:  # blocks() is monotonic: binary search
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if capacity.kv.blocks(middle) <= budget else (low, middle - 1)
+        low, high = (middle, high) if capacity.kv.blocks(middle) <= planned else (low, middle - 1)
     return low
 
 
@@ -318,8 +314,7 @@ def _boxes(settings: Settings, policy: Policy) -> Iterator[Finding]:
     shared = settings.box_boots_s()
     for model in policy.models:
         for index, one in enumerate(model.classes):
-            names = [backend.id for backend in _backends_of(one, policy)]
-            boots = [shared.get(name, 0.0) for name in names]
+            boots = [shared.get(name, 0.0) for name in policy.backends_of(one)]
             most_s = one.waiting.max_wait_s
             if most_s < min(boots, default=0.0):
                 yield Finding(
