@@ -587,9 +587,9 @@ _Scores = tuple[float, float, float, float, float]
 that the backend has seen; the prefill that this saves, in seconds, counts with it. By the share alone, a lead
 of a fifth of the knee moved conversations whose prefill took several seconds elsewhere (docs/routing.md)."""
 
-_Scored = tuple[int, float, int, Case, float, _Scores]
-"""Sort key first: health preference, negated score, and place in the pool, which breaks ties. Then the case,
-its score and the single scores."""
+_Scored = tuple[int, float, int, Case, _Scores]
+"""Sort key first: health preference, negated score, and place in the pool, which breaks ties. Then the case
+and the single scores."""
 
 
 def _scored(fit: Sequence[Case], weights: Weights) -> list[_Scored]:
@@ -610,12 +610,12 @@ def _scored(fit: Sequence[Case], weights: Weights) -> list[_Scored]:
         score = weights.spare_knee * spare + weights.speed * speed
         score += weights.prefix_affinity * (affinity + saved_s) + weights.slow_context * slow
         scores = (spare, speed, affinity, saved_s, slow)
-        found.append((preference(view.status), -score, at, case, score, scores))
+        found.append((preference(view.status), -score, at, case, scores))
     return found
 
 
 def _eligible(scored: _Scored) -> Candidate:
-    _, _, _, case, score, (spare, speed, affinity, saved_s, slow) = scored
+    _, negated, _, case, (spare, speed, affinity, saved_s, slow) = scored
     scores = {
         "spare_knee": spare,
         "speed": speed,
@@ -623,4 +623,4 @@ def _eligible(scored: _Scored) -> Candidate:
         "prefill_saved_s": saved_s,
         "slow_context": slow,
     }
-    return _candidate(case, None, "", scores, score)
+    return _candidate(case, None, "", scores, -negated)
