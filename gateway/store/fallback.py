@@ -90,10 +90,6 @@ class FallbackLedger:
         """Return what is in flight on every backend used so far."""
         return {backend_id: self.load(backend_id) for backend_id in self._shared.loads()}
 
-    def held(self) -> Mapping[str, Load]:
-        """Return what this process has in flight, by backend."""
-        return self._shared.held()
-
     def keep_only(self, backends: Collection[str]) -> None:
         """Forget all other backends, each as soon as nothing is held there."""
         self._shared.keep_only(backends)
@@ -190,7 +186,7 @@ class FallbackLedger:
     async def _acquire_of_part(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         """Acquire a slot counted by Redis, if it is within this process's part."""
         asking = self._asking.get(backend_id, Load())
-        own = self._shared.held().get(backend_id, Load()) + asking
+        own = self._shared.held(backend_id) + asking
         refused = admission.full(own, claim, divided(limits, claim, self.replicas))
         if refused is not None:
             return refused
@@ -207,7 +203,7 @@ class FallbackLedger:
         """
         if not self.keeps_to_part:
             return load
-        own, least = self._shared.held().get(backend_id, Load()), load if self.mode is Mode.SHARED else Load()
+        own, least = self._shared.held(backend_id), load if self.mode is Mode.SHARED else Load()
         return Load(**{name: max(getattr(least, name), getattr(own, name) * processes) for name in COUNTERS})
 
 

@@ -45,10 +45,6 @@ class MemoryLedger:
         """Return what is in flight on every backend used so far."""
         return dict(self._sums)
 
-    def held(self) -> Mapping[str, Load]:
-        """Return what this process has in flight, which here is everything."""
-        return dict(self._sums)
-
     def claims(self, backend_id: str) -> Mapping[str, Load]:
         """Return what each slot on a backend takes, by slot id."""
         return dict(self._held.get(backend_id, {}))

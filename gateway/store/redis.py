@@ -168,9 +168,9 @@ class RedisLedger:
         """Return what is in flight on every backend used so far."""
         return {name: self._own.load(name) + account.others for name, account in self._accounts.items()}
 
-    def held(self) -> Mapping[str, Load]:
-        """Return what this process has in flight, by backend."""
-        return self._own.held()
+    def held(self, backend_id: str) -> Load:
+        """Return what this process has in flight on a backend."""
+        return self._own.load(backend_id)
 
     def keep_only(self, backends: Collection[str]) -> None:
         """Drop the accounts of all other backends, each as soon as nothing is held there."""

@@ -123,7 +123,7 @@ async def gateway_at(
         assert running.admin_url is not None
         yield Boxed(gateway, running.url, running.admin_url, machine)
         await gateway.applications.serving.drain()
-        assert all(load == Load() for load in gateway.ledger.held().values())
+        assert all(load == Load() for load in gateway.ledger.loads().values())
 
 
 @asynccontextmanager

@@ -313,7 +313,7 @@ async def test_a_place_that_is_granted_when_its_caller_leaves_is_given_back(late
 
     assert ledger.caller.cancelled_caught
     assert not world.upstream.targets
-    assert set(ledger.held().values()) <= {Load()}
+    assert set(ledger.loads().values()) <= {Load()}
 
 
 async def test_others_are_told_what_is_waited_for_and_when_nobody_waits_any_more() -> None:

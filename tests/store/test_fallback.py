@@ -175,7 +175,7 @@ async def test_two_gateways_go_on_under_half_the_limits_each(stoppable: RedisSer
         await there.take()
         assert await there.ledger.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
         await here.ledger.release(first)
-        assert here.ledger.held()["b"] == CLAIM
+        assert here.shared.held("b") == CLAIM
         await here.take()
 
         stoppable.start()

@@ -313,7 +313,7 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def each_process_knows_what_it_holds(self) -> None:
         for process in self.processes:
-            assert process.ledger.held().get("b", Load()) == process.used
+            assert process.ledger.held("b") == process.used
 
     @invariant()
     def whoever_looks_sees_what_was_told(self) -> None:

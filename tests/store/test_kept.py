@@ -94,9 +94,9 @@ async def test_what_is_kept_counts_and_can_be_had_without_asking_but_no_more(
         assert observer.load("b") == account.used
 
         kept = (await store.accounts())[here.owner].kept
-        assert here.held()["b"] + CHAT != kept
-        assert here.held()["b"].is_within(kept)
-        assert not (here.held()["b"] + CHAT).is_within(kept)
+        assert here.held("b") + CHAT != kept
+        assert here.held("b").is_within(kept)
+        assert not (here.held("b") + CHAT).is_within(kept)
         assert (await store.accounts())[here.owner] == account  # nobody was asked
         for slot in more:
             assert here.release_at_once(slot)
@@ -115,7 +115,7 @@ async def test_who_finds_no_room_gets_at_once_what_another_keeps(store: Store, q
         with anyio.fail_after(WITHIN_S):
             await take(there, KNEE - 10)
 
-        assert await store.sums() == here.held()["b"] + there.held()["b"]
+        assert await store.sums() == here.held("b") + there.held("b")
         assert (await store.sums()).seqs == KNEE
         assert await there.acquire("b", CHAT, LIMITS) is Exclusion.AT_KNEE
         assert here.acquire_at_once("b", CHAT, LIMITS) is None
@@ -200,7 +200,7 @@ async def test_what_a_dead_process_kept_is_missed_until_its_account_expires(
         await store.expire(dead.owner)
 
         await take(here, KNEE - room)
-        assert await store.sums() == here.held()["b"]
+        assert await store.sums() == here.held("b")
 
 
 async def test_nothing_is_kept_while_somebody_waits(store: Store, quiet: Connect) -> None:
@@ -222,7 +222,7 @@ async def test_nothing_is_kept_while_somebody_waits(store: Store, quiet: Connect
         await here.release(slots[0])
         with anyio.fail_after(WITHIN_S):
             await freed.wait()
-        assert there.load("b") == await store.sums() == here.held()["b"]
+        assert there.load("b") == await store.sums() == here.held("b")
 
         await take(here)
         assert not (await store.accounts())[here.owner].keeps
@@ -286,7 +286,7 @@ async def test_what_is_kept_stays_below_the_lowest_limit_it_is_wanted_under(
 
         assert isinstance(await here.acquire("b", CHAT, replace(LIMITS, share=220_000)), Slot)
 
-        assert await store.sums() == here.held()["b"]
+        assert await store.sums() == here.held("b")
 
 
 @pytest.mark.parametrize(
@@ -352,9 +352,9 @@ async def test_near_a_limit_nothing_is_kept(store: Store, quiet: Connect) -> Non
     async with running(store, here):
         slots = await take(here, 80)
         assert not (await store.accounts())[here.owner].keeps
-        assert await store.sums() == here.held()["b"]
+        assert await store.sums() == here.held("b")
         await here.release(slots.pop())
-        assert await store.sums() == here.held()["b"]
+        assert await store.sums() == here.held("b")
 
 
 async def say(store: Store, owner: str, *, waits: bool = False, used: Load, kept: Load | None = None) -> None:
@@ -372,12 +372,12 @@ async def test_a_wish_that_was_not_heard_is_found_at_the_next_look(store: Store,
         await say(store, "other", waits=True, used=Load())
 
         with anyio.fail_after(WITHIN_S):
-            while (await store.accounts())[here.owner].kept != here.held()["b"]:
+            while (await store.accounts())[here.owner].kept != here.held("b"):
                 pass
         for _ in range(5):
             slots += await take(here)
             assert at_once(here) == []
-            assert await store.sums() == here.held()["b"]
+            assert await store.sums() == here.held("b")
 
 
 SOME = Load(seqs=4, share=40_000, kv_blocks=40)
@@ -479,8 +479,8 @@ async def test_of_a_backend_that_takes_turns_nothing_is_kept(store: Store, quiet
     async with running(store, here):
         slots = await take(here, 20)
         assert at_once(here) == []
-        assert await store.sums() == here.held()["b"]
+        assert await store.sums() == here.held("b")
 
         assert not here.release_at_once(slots[0])
         await here.release(slots[0])
-        assert await store.sums() == here.held()["b"]
+        assert await store.sums() == here.held("b")

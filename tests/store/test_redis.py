@@ -97,7 +97,7 @@ async def test_two_gateways_share_one_limit(store: Store, connect: Connect) -> N
     assert await here.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
     assert await there.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
     assert here.load("b") == there.load("b") == CLAIM + CLAIM
-    assert here.held()["b"] == CLAIM
+    assert here.held("b") == CLAIM
     await here.release(first)
     await take(there)
     assert await store.sums() == await store.added() == CLAIM + CLAIM
@@ -134,7 +134,7 @@ async def test_others_are_seen_after_a_look(store: Store, connect: Connect) -> N
     await here.sync()
 
     assert here.load("b") == here.loads()["b"] == CLAIM
-    assert here.held().get("b", Load()) == Load()
+    assert here.held("b") == Load()
     await there.answered(slot)
     await here.sync()
     assert here.load("b") == CLAIM.after_first_token
@@ -363,7 +363,7 @@ async def test_a_task_that_is_cancelled_as_it_is_told_is_cancelled_and_leaves_no
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert ledger.held().get("b", NOTHING) == NOTHING
+    assert ledger.held("b") == NOTHING
     with anyio.fail_after(WITHIN_S):
         while await store.sums() != NOTHING:
             pass
