@@ -589,6 +589,15 @@ class RetryPolicy:
 
     attempts_max: int = 3
 
+    def allows_more(self, attempts: int, crashes: int) -> bool:
+        """Return whether to retry after this many attempts, `crashes` of which ended with an engine crash."""
+        return attempts < self.attempts_max and crashes < CRASHES_MAX
+
+
+CRASHES_MAX = 2
+"""A request is not retried once this many engines have crashed while serving it. A choice: one may be chance,
+with two it may be the cause."""
+
 
 class ReasoningField(StrEnum):
     """The member of a message or delta that carries the reasoning text to callers."""

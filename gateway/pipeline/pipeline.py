@@ -17,7 +17,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from gateway.cohort import Cohort
-from gateway.core import classification, deciding, retry
+from gateway.core import classification, deciding
 from gateway.core.admission import WHOLE
 from gateway.core.blame import IN_A_ROW, PAUSE_S, REPEATED_S, Blame, Doubts
 from gateway.core.box_demand import class_of, servers
@@ -417,7 +417,7 @@ class Pipeline:
                 failure = _reported(context, failure, error)
                 if isinstance(error, AnswerUnfit):
                     unfit |= {candidate.backend}
-                if not retry.may_retry(context.policy.retry, len(context.attempts), context.crashes):
+                if not context.policy.retry.allows_more(len(context.attempts), context.crashes):
                     raise failure from None
                 ticket = replace(ticket, failed=ticket.failed | {candidate.backend})
             else:

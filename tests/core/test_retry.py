@@ -2,7 +2,6 @@
 
 import pytest
 
-from gateway.core.retry import may_retry
 from gateway.core.values import RetryPolicy
 
 
@@ -16,5 +15,5 @@ from gateway.core.values import RetryPolicy
         pytest.param(2, 2, False, id="a-request-that-kills-engines-is-not-shown-a-third"),
     ],
 )
-def test_may_retry(attempts: int, crashes: int, allowed: bool) -> None:
-    assert may_retry(RetryPolicy(attempts_max=3), attempts, crashes) is allowed
+def test_when_another_attempt_is_allowed(attempts: int, crashes: int, allowed: bool) -> None:
+    assert RetryPolicy(attempts_max=3).allows_more(attempts, crashes) is allowed
