@@ -106,6 +106,9 @@ def _split(written: str, example: str) -> SplitResult:
     return url
 
 
+_BASE_PATH = re.compile(r"(/([A-Za-z0-9._~-]|%[0-9A-Fa-f]{2})+)*/?")
+
+
 def _base_url(written: str) -> str:
     """Return the URL without a trailing slash."""
     url = _split(written, "http://host:port")
@@ -117,10 +120,12 @@ def _base_url(written: str) -> str:
     _no_false_address(host)
     if url.username is not None or url.password is not None:
         raise ValueError("no credentials in URLs; name the key with api_key_env or api_key_file")
-    if url.path.rstrip("/") == "/v1":
+    if url.path.rstrip("/").endswith("/v1"):
         raise ValueError("leave /v1 out: the gateway appends it")
-    if url.path not in {"", "/"} or url.query or url.fragment:
-        raise ValueError("only scheme, host and port; a backend is a whole server, not a path on one")
+    if url.query or url.fragment:
+        raise ValueError("only scheme, host, port and path: what it asks for is appended")
+    if not _BASE_PATH.fullmatch(url.path) or {".", ".."} & set(url.path.split("/")):
+        raise ValueError("a path consists of letters, digits, `-`, `.`, `_`, `~` and escapes such as %20")
     return written.rstrip("/")
 
 

@@ -70,11 +70,11 @@ def _urls(top: Mapping[str, Any]) -> Iterator[Finding]:
     own = _own_servers(top)
     for name, section in _mapping(top.get("backends")).items():
         url = _mapping(section).get("url")
-        where = _server(url) if isinstance(url, str) else None
-        if where is None:
+        if not isinstance(url, str) or (server := _server(url)) is None:
             continue
-        if where in own:
-            message = f"this is the gateway itself (`{own[where]}`); a backend is another server"
+        where = server + urlsplit(url).path.rstrip("/")
+        if server in own:
+            message = f"this is the gateway itself (`{own[server]}`); a backend is another server"
             yield Finding(("backends", name, "url"), message)
         elif where in seen:
             message = (

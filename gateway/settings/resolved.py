@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from gateway import tcp
 from gateway.core.box import BoxRules
@@ -450,7 +449,7 @@ def _summary(document: Document) -> Iterator[str]:
     yield f"{_many(len(document.backends), 'backend')} in {_many(len(document.pools), 'pool')}"
     for pool, section in document.pools.items():
         yield f"  pool {pool}: " + ", ".join(
-            f"{name} ({document.backends[name].profile}, {urlsplit(document.backends[name].url).netloc})"
+            f"{name} ({document.backends[name].profile}, {document.backends[name].url.partition('://')[2]})"
             for name in section.backends
         )
     for box, machine in document.boxes.items():

@@ -6,8 +6,8 @@ TEST_PROXIES names a folder that `.ci/proxies FOLDER` has filled. Without it, th
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,10 @@ from anyio.abc import SocketStream
 from support.front import KEY, Front, chat, front
 from support.processes import reserved_port, until
 from support.raw_server import STREAM_HEAD, chunk
+from support.site import simulated, site
 from support.world import HELLO, ROLE
+
+from gateway.simulator import simulator
 
 ENVIRON = "TEST_PROXIES"
 PROXIES = os.environ.get(ENVIRON) or os.environ["PATH"]
@@ -35,9 +38,9 @@ http {{
 """
 
 
-def snippet(language: str) -> str:
+def snippet(language: str, page: str = PAGE) -> str:
     """Return the first one of the page in that language."""
-    found = re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    found = re.search(rf"```{language}\n(.*?)```", page, re.DOTALL)
     assert found is not None
     return found[1]
 
@@ -56,6 +59,17 @@ def caddy(_: Path, port: int) -> tuple[str, list[str]]:
     text = snippet("caddyfile").replace("llm.example.com {", "http:// {\n    bind 127.0.0.1\n")
     options = f"{{\n    admin off\n    http_port {port}\n}}\n"
     return options + text, ["caddy", "run", "--adapter", "caddyfile", "--config"]
+
+
+def before_engines(folder: Path, port: int, engines: Mapping[str, str]) -> str:
+    """Return nginx's configuration with a path for each engine, by its name."""
+    location = snippet("nginx", PAGE.partition("## Between the gateway and an engine")[2])
+    assert location.count("location / {") == location.count("http://127.0.0.1:8000;") == 1
+    locations = "".join(
+        location.replace("/ {", f"/{name}/ {{").replace("http://127.0.0.1:8000;", f"{url}/;")
+        for name, url in engines.items()
+    )
+    return NGINX.format(folder=folder, snippet=f"server {{ listen 127.0.0.1:{port};\n{locations} }}")
 
 
 @pytest.fixture(params=[nginx, haproxy, caddy])
@@ -147,3 +161,45 @@ async def test_large_bodies_pass_and_so_do_refusals(proxy: Any, tmp_path: Path) 
 
     assert [served.status_code, refused.status_code] == [200, 401]
     assert (draining.status_code, draining.json()["error"]["code"]) == (503, "draining")
+
+
+async def test_engines_behind_one_proxy_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+    if shutil.which("nginx", path=PROXIES) is None:
+        pytest.skip(f"no nginx: `.ci/proxies FOLDER` fetches it, {ENVIRON}=FOLDER has the tests use it")
+    fleet = simulated({"one": "h100-tp1-light", "two": "h100-tp1-light"})
+    figures = {"profile": "h100-tp1-light", "limits": {"knee_seqs": 1}}
+    async with AsyncExitStack() as stack:
+        engines = {
+            name: await stack.enter_async_context(simulator(options)) for name, options in fleet.items()
+        }
+        with reserved_port() as port:
+            text = before_engines(tmp_path, port, {name: one.url for name, one in engines.items()})
+        (tmp_path / "proxy.conf").write_text(text)
+        command = ["nginx", "-e", str(tmp_path / "error.log"), "-c", str(tmp_path / "proxy.conf")]
+        process = await anyio.open_process(command, env={**os.environ, "PATH": PROXIES})
+        stack.push_async_callback(process.wait)
+        stack.callback(process.kill)
+        running = await stack.enter_async_context(
+            site(
+                tmp_path,
+                fleet={},
+                backends={name: {"url": f"http://127.0.0.1:{port}/{name}", **figures} for name in engines},
+                pools={"all": list(engines)},
+                models={"gemma-4": {"classes": [{"class": "chat", "pools": ["all"]}]}},
+            )
+        )
+        status = running.gateway.fleet.statuses()
+        await running.eventually(lambda: all(status[name].engine is not None for name in engines))
+        client, served = running.openai(), list[str]()
+
+        async def ask() -> None:
+            raw = await client.chat.completions.with_raw_response.create(
+                model="gemma-4", messages=[{"role": "user", "content": "Why is the sky blue?"}]
+            )
+            served.append(raw.headers["x-gateway-backend"])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            tasks.start_soon(ask)
+
+    assert sorted(served) == ["one", "two"]

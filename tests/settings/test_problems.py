@@ -125,10 +125,30 @@ def test_what_is_no_origin(checked: Check, plain: str, written: str, message: st
         ),
         pytest.param(("http://127.0.0.1:9001", "127.0.0.1:9001"), "write it as http://", id="no-scheme"),
         pytest.param(("http://127.0.0.1:9001", "ftp://host"), "write it as http://", id="wrong-scheme"),
-        pytest.param(("http://127.0.0.1:9001", "http://host/api"), "only scheme, host and port", id="a-path"),
+        pytest.param(
+            ("http://127.0.0.1:9001", "'http://h/api?a=b'"), "only scheme, host, port", id="a-query"
+        ),
+        pytest.param(("http://127.0.0.1:9001", "http://host/a b"), "a path consists of", id="a-space"),
+        pytest.param(("http://127.0.0.1:9001", "http://host/a/../b"), "a path consists of", id="dots"),
+        pytest.param(("http://127.0.0.1:9001", "http://host//a"), "a path consists of", id="two-slashes"),
+        pytest.param(("http://127.0.0.1:9001", "http://host/a%2"), "a path consists of", id="half-an-escape"),
+        pytest.param(("http://127.0.0.1:9001", "http://host/a/v1/"), "leave /v1 out", id="v1-below-a-path"),
         pytest.param(("http://127.0.0.1:9001", "http://host:99999"), "this is not a URL", id="port-too-high"),
         pytest.param(
             ("http://127.0.0.1:9002", "http://127.0.0.1:9001/"), "has the URL of light", id="same-server"
+        ),
+        pytest.param(
+            (
+                "http://127.0.0.1:9001, profile: h100-tp1-light}",
+                "http://h/a, profile: h100-tp1-light}\n  again: {url: http://H:80/a/, profile: generic}",
+            ),
+            "again has the URL of light",
+            id="same-path",
+        ),
+        pytest.param(
+            ("http://127.0.0.1:9001", "http://localhost:8080/a"),
+            "the gateway itself (`listen`)",
+            id="a-path-on-itself",
         ),
         *(
             pytest.param(

@@ -279,6 +279,16 @@ def test_quirks(loaded: Load, written: str, quirks: tuple[str, ...]) -> None:
     assert tuple(kept) == quirks
 
 
+@pytest.mark.parametrize("path", ["", "/one", "/one/b-1.x_~/c%20d"])
+def test_backends_of_one_proxy_have_paths(loaded: Load, plain: str, path: str) -> None:
+    given = plain.replace("http://127.0.0.1:9001", f"http://proxy{path}/")
+    (name,) = loaded(given).policy().pools["light"].backends[:1]
+    backends = loaded(given.replace("http://127.0.0.1:9002", "http://proxy/two")).policy().backends
+
+    assert backends[name].url == f"http://proxy{path}"
+    assert "http://proxy/two" in [one.url for one in backends.values()]
+
+
 def test_the_rest_of_a_backend(loaded: Load) -> None:
     backend = (
         loaded(one("profile: spark-nvfp4, model: gemma4-31b, drain: true, boot_budget_s: 900"))

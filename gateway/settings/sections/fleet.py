@@ -108,7 +108,8 @@ class BackendSection(Section):
     """One vLLM server."""
 
     url: BaseUrl
-    """Scheme, host and port, without /v1. Two backends must not share a URL: each is counted separately."""
+    """Scheme, host and port, and a path if a proxy has one for it, without /v1. Two backends must not share a
+    URL: each is counted separately."""
 
     profile: Text
     """The profile its figures come from: a shipped one (docs/profiles.md) or one under `profiles`."""
