@@ -265,10 +265,11 @@ FILTERS: Sequence[Filter] = (
 
 def stay(
     busy: Iterable[Candidate], start: Candidate, shares: Mapping[str, float]
-) -> tuple[Candidate, float] | None:
-    """Return the backend for which a request should wait, and how many seconds, instead of starting at once.
+) -> tuple[Sequence[Candidate], float]:
+    """Return the backends for which a request should wait, and how many seconds, instead of starting at once.
 
-    That is the one that has seen more of its conversation, and saves most. None if none does.
+    Those are the ones that have seen more of its conversation, and save a prefill: first the one that saves
+    most, for which it waits. None if there are none.
 
     Args:
         busy: Where it cannot start now, but soon.
@@ -277,14 +278,34 @@ def stay(
     """
     least = shares.get(start.backend, 0.0)
     used = min(1.0, start.load.share / admission.WHOLE)
-    found: tuple[Candidate, float] | None = None
-    for one in busy:
-        if shares.get(one.backend, 0.0) <= least:
-            continue
-        saved_s = (start.claim.prefill_ms - one.claim.prefill_ms) / 1000
-        if saved_s > 0 and (found is None or saved_s > found[1]):
-            found = one, saved_s
-    return None if found is None else (found[0], found[1] * (1 + (STAY_FULL - 1) * used))
+    found = [
+        one
+        for one in busy
+        if shares.get(one.backend, 0.0) > least and one.claim.prefill_ms < start.claim.prefill_ms
+    ]
+    if not found:
+        return [], 0.0
+    found.sort(key=lambda one: one.claim.prefill_ms)
+    saved_s = (start.claim.prefill_ms - found[0].claim.prefill_ms) / 1000
+    return found, saved_s * (1 + (STAY_FULL - 1) * used)
+
+
+def offered(
+    candidates: tuple[Candidate, ...], demand: Demand, shares: Mapping[str, float]
+) -> tuple[Candidate, ...]:
+    """Return where a request may start, without those instead of which it would rather wait for the first.
+
+    The slot on the first may be gone.
+
+    Args:
+        candidates: Where it could start, best first.
+        demand: What it asks for.
+        shares: Per backend, the share of its conversation that the backend has seen.
+    """
+    if not shares or len(candidates) < 2 or not _counts_cached(demand):
+        return candidates
+    first, *others = candidates
+    return first, *[one for one in others if not stay((first,), one, shares)[0]]
 
 
 def unavailable_reason(backend: Backend, status: BackendStatus) -> Objection | None:
@@ -452,7 +473,7 @@ def _promising_in(
             lead is not None
             and kinds.get(name) == kind
             and view.backend is backends[name]
-            and _same_state(view, lead.view)
+            and same_state(view, lead.view)
             and view.load.has_room(lead.claim, lead.limits)
         ):
             best = fit.get(-view.prefix_share)
@@ -533,11 +554,11 @@ def _are_alike(one: BackendView, other: BackendView, demand: Demand) -> bool:
         a.capacity is b.capacity  # backends of one profile share the object
         and (one.prefix_share == other.prefix_share or not _counts_cached(demand))
         and admission.read_alike(a, b)
-        and _same_state(one, other)
+        and same_state(one, other)
     )
 
 
-def _same_state(one: BackendView, other: BackendView) -> bool:
+def same_state(one: BackendView, other: BackendView) -> bool:
     """Return whether the current state of two backends differs in load at most."""
     a, b = one.status, other.status
     return (

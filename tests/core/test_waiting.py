@@ -11,6 +11,7 @@ import pytest
 
 from gateway.core import admission, selection
 from gateway.core.health import BackendStatus, State
+from gateway.core.kv import KvFormula
 from gateway.core.perf import PerfModel
 from gateway.core.selection import BackendView
 from gateway.core.swap_policy import Backlog
@@ -877,6 +878,18 @@ def two_that_read(site: Site) -> Site:
     return site
 
 
+def three_that_read() -> Site:
+    """Return a site with one pool of three backends, of 1, 1 and 10 places: "light", "other" and "push"."""
+    site = Site()
+    site.backends = {"light": site.backends["light"], "other": site.backends["light"], **site.backends}
+    site.backends["other"] = replace(site.backends["light"], id="other", url="http://other")
+    site.status, site.loads = dict.fromkeys(site.backends, UP), dict.fromkeys(site.backends, Load())
+    two_that_read(site)
+    pools = {**site.policy.pools, "light": Pool("light", ("light", "other", "push"))}
+    site.policy = replace(site.policy, pools=pools)
+    return site
+
+
 @pytest.mark.parametrize(
     ("prompt", "max_wait_s", "shares", "until"),
     [
@@ -978,6 +991,99 @@ def test_a_conversation_that_has_spilled_does_not_wait_for_the_later_pool() -> N
 
     assert site.start() == ["turn"]
     assert site.taken["turn"][0] == "light"
+
+
+def test_a_conversation_does_not_wait_for_a_later_pool_that_is_held_for_another_either() -> None:
+    site = two_that_read(Site())
+    site.policy = replace(site.policy, pools={**site.policy.pools, "light": Pool("light", ("light",))})
+    site.loads["push"] = Load(5, 500_000)
+    six = Demand(seqs=6, prompt_tokens=100, total_tokens=200)
+    site.enter("before", traffic_class=replace(PATIENT, name="six", pools=("push",)), demand=six)
+    two_pools = replace(PATIENT, pools=("light", "push"))
+    site.enter("turn", 0.1, traffic_class=two_pools, prompt=10_000, prefix_shares={"push": 0.9})
+
+    assert site.start(0.1) == ["turn"]
+    assert site.taken["turn"][0] == "light"
+
+
+def test_a_conversation_starts_on_whichever_of_those_that_have_it_is_free_first() -> None:
+    site = three_that_read()
+    site.loads = {"light": Load(1, 1_000_000), "other": Load(1, 1_000_000), "push": Load()}
+    seen = {"light": 0.9, "other": 0.8}
+    site.enter("turn", traffic_class=PATIENT, prompt=10_000, prefix_shares=seen)
+    assert site.start(0.1) == []
+    assert [one.stays_for for one in site.line.waiters(0.1)] == ["light"]
+
+    site.loads["other"] = Load()
+    assert site.start(0.2) == ["turn"]
+    assert site.taken["turn"][0] == "other"
+
+
+@pytest.mark.parametrize(
+    "limited",
+    [{"status": replace(UP, state=State.PROBATION)}, {"share_max": 250_000}, {"kv_taken": 900}],
+    ids=["probation", "tpot-target", "kv-taken-by-others"],
+)
+def test_a_conversation_starts_where_it_is_known_once_that_may_take_more(limited: dict[str, Any]) -> None:
+    site = two_that_read(Site(knee=8))
+    formula = KvFormula(sliding_layers=0, global_layers=1)
+    capacity = replace(site.backends["light"].capacity, kv=formula, kv_blocks=1_000)
+    site.backends["light"] = replace(site.backends["light"], capacity=capacity)
+    site.policy = replace(site.policy, backends=site.backends)
+    site.loads["light"] = Load(2, 250_000, kv_blocks=300)
+    site.enter("turn", traffic_class=PATIENT, prompt=10_000, prefix_shares={"light": 0.9})
+    views = dict(site.views())
+    assert not site.line.turn(0.1, {**views, "light": replace(views["light"], **limited)}).offers
+    assert [one.stays_for for one in site.line.waiters(0.1)] == ["light"]
+
+    assert site.start(0.2) == ["turn"]
+    assert site.taken["turn"][0] == "light"
+
+
+def test_a_conversation_that_has_waited_for_its_backend_starts_there_although_another_is_emptier() -> None:
+    site = two_that_read(Site())
+    site.loads = {"light": Load(1, 1_000_000), "push": Load()}
+    site.enter("turn", traffic_class=PATIENT, prompt=10_000, prefix_shares={"light": 0.9})
+    assert site.start(0.1) == []
+
+    site.loads["light"] = Load()
+    assert site.start(0.2) == ["turn"]
+    assert site.taken["turn"][0] == "light"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "seen", "offered", "until"),
+    [
+        (15_000, {"light": 0.9}, {"light"}, 0.1 + 2.5 * 1.35),
+        (15_000, {"light": 0.9, "other": 0.9}, {"light", "other"}, 0.1 + 2.5 * 1.35),
+        (15_000, {}, {"light", "other", "push"}, None),
+        (900, {"light": 0.9}, {"light", "other", "push"}, None),
+    ],
+    ids=["one-has-it", "two-have-it", "new", "short"],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_conversation_whose_slot_was_gone_waits_as_if_it_had_been_so_before(
+    prompt: int, seen: Mapping[str, float], offered: set[str], until: float | None, at_once: bool
+) -> None:
+    """Another gateway has taken it. To fall back on any other slot, it would be read again there."""
+    site = three_that_read()
+    site.loads["push"] = Load(5, 500_000)
+    ticket = site.ticket("turn", traffic_class=PATIENT, prompt=prompt, prefix_shares=seen)
+    views = selection.with_shares(site.views(), seen)
+    if at_once:
+        ranked = selection.ranking(site.policy, PATIENT, ticket.demand, views)
+        offer = site.line.offer_at_once(ticket, ranked.eligible, 0.0)
+    else:
+        site.line.enter(ticket, 0.0)
+        (offer,) = site.turn().offers
+    assert offer is not None
+    assert {one.backend for one in offer.candidates} == offered
+    if until is not None:
+        site.line.missed("turn", list(offered), 0.0)
+        site.loads |= dict.fromkeys(offered, Load(1, 1_000_000))
+        assert site.start(0.1) == []
+        assert site.start(until - 0.01) == []
+        assert site.start(until) == ["turn"]
 
 
 def test_a_conversation_waits_for_its_backend_while_that_is_held_for_another() -> None:

@@ -14,6 +14,7 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import TypeVar
 
+from gateway.core.selection import BackendView
 from gateway.core.values import Candidate, Policy
 from gateway.core.waiting.drain import Drain
 from gateway.core.waiting.tickets import Ticket
@@ -61,7 +62,8 @@ class Entry:
     passed: int = 0
     is_unproven: bool = False  # may be able to start at once; its first turn shows whether it has to wait
     is_full: bool = False  # it waits for a request to end, whatever gates do
-    stays: Candidate | None = None  # the busy backend for which it waits although another has room
+    # The busy backends for which it waits although another has room, best first, and what was known of them.
+    stays: Sequence[tuple[Candidate, BackendView]] = ()
     stays_since: float | None = None  # when another first had room for it
     stays_until: float = 0.0  # when it takes another one
 

@@ -256,7 +256,7 @@ class WaitingLine:
         if not candidates or not self.may_start_at_once(ticket, now):
             return None
         lane, entry = self._settled(ticket), self._entry(ticket, now)
-        offer = Offer(ticket, candidates)
+        offer = Offer(ticket, selection.offered(candidates, ticket.demand, ticket.prefix_shares))
         self._note_offer(entry, offer, lane.shares)
         return offer
 
@@ -670,7 +670,7 @@ def _waiter(entry: Entry, position: int, now: float) -> Waiter:
         due_in_s=entry.due_at - now,
         is_behind=entry.rank is Rank.BEHIND,
         tries=len(ticket.failed),
-        stays_for="" if entry.stays is None else entry.stays.backend,
+        stays_for=entry.stays[0][0].backend if entry.stays else "",
     )
 
 

@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from math import inf
 
 from gateway.core import admission, selection
-from gateway.core.health import State, usable
+from gateway.core.health import State
 from gateway.core.selection import BackendView
 from gateway.core.value import valueclass
 from gateway.core.values import Candidate, Exclusion
@@ -67,7 +68,8 @@ class Room:
         ticket = entry.ticket
         is_unproven, entry.is_unproven = entry.is_unproven, False
         is_job = ticket.demand.is_job
-        if entry.stays is not None and self._goes_on_staying(entry, entry.stays):
+        stayed = [busy.backend for busy, _ in entry.stays]
+        if stayed and self._goes_on_staying(entry):
             return ()
         name = (ticket.model, ticket.traffic_class.name)
         stuck = self._stuck.setdefault((*name, is_job), [])
@@ -89,11 +91,13 @@ class Room:
         able = [one for one in ranked if one.excluded is None]
         closed = self._closed | self._closed_to_jobs if is_job else self._closed
         free = tuple(one for one in able if one.backend not in closed)
+        if stayed:
+            free = self._stayed_first(free, stayed)
         if free and self._stays(entry, free, ranked):
             return ()
         if free:
             self._take(free[0])
-            return free
+            return selection.offered(free, ticket.demand, ticket.prefix_shares)
         busy = tuple(one.backend for one in ranked if one.excluded is None or one.excluded.is_busy)
         if not busy:
             return None
@@ -118,37 +122,55 @@ class Room:
         shares, name = ticket.prefix_shares, (ticket.model, ticket.traffic_class.name)
         if not shares or self._staying[name] >= STAYING_MAX:
             return False
-        able = [one for one in ranked if one.excluded is None and one not in free]  # but held for another
-        found = selection.stay([*able, *filter(_is_waited_for, ranked)], free[0], shares)
-        if found is None:
+        # Also one that could take it, but is held for another.
+        busy = [one for one in ranked if _is_waited_for(one) or (_is_able(one) and one not in free)]
+        found, seconds = selection.stay(busy, free[0], shares)
+        if not found:
             return False
-        entry.stays, seconds = found
+        entry.stays = [(one, self._views[one.backend]) for one in found]
         since = entry.stays_since = self._now if entry.stays_since is None else entry.stays_since
         entry.stays_until = since + min(seconds, (entry.expires_at - since) / 2)
-        return self._goes_on_staying(entry, entry.stays)
+        return self._goes_on_staying(entry)
 
-    def _goes_on_staying(self, entry: Entry, busy: Candidate) -> bool:
-        """Return whether an entry waits for this backend for another turn, without a ranking.
+    def _stayed_first(self, free: Sequence[Candidate], stayed: Sequence[str]) -> tuple[Candidate, ...]:
+        """Return the backends, first those for which a request has waited.
 
-        Not if its time is up, or the backend has room or is out: then a ranking says what else.
+        By its score, an emptier one may be better, as it was before. Then it would have waited for nothing.
         """
-        ticket, view = entry.ticket, self._views.get(busy.backend)
+
+        def is_other(one: Candidate) -> bool:
+            return one.backend not in stayed or self._views[one.backend].status.state is not State.UP
+
+        return tuple(sorted(free, key=is_other))
+
+    def _goes_on_staying(self, entry: Entry) -> bool:
+        """Return whether an entry waits for another turn for the backends that have its conversation.
+
+        Not if its time is up, or one of them has room or has changed: then a ranking says what else.
+        """
+        ticket = entry.ticket
         name = (ticket.model, ticket.traffic_class.name)
         closed = self._closed_to_jobs | self._closed if ticket.demand.is_job else self._closed
         if (
             self._now >= entry.stays_until
             or self._staying[name] >= STAYING_MAX
-            or view is None
-            or not usable(view.status)
-            or view.away is not None
-            or (busy.backend not in closed and view.load.has_room(busy.claim, busy.limits))
+            or any(self._may_take(busy, known, closed) for busy, known in entry.stays)
         ):
-            entry.stays = None
+            entry.stays = ()
             return False
         self._staying[name] += 1
         self.next_look_at = min(self.next_look_at, entry.stays_until)
-        self._hold(entry, (busy.backend,))
+        self._hold(entry, (entry.stays[0][0].backend,))
         return True
+
+    def _may_take(self, busy: Candidate, known: BackendView, closed: AbstractSet[str]) -> bool:
+        """Return whether a backend may have room by now: if so much else has changed, a ranking says."""
+        view = self._views.get(busy.backend)
+        return (
+            view is None
+            or not selection.same_state(view, known)
+            or (busy.backend not in closed and view.load.has_room(busy.claim, busy.limits))
+        )
 
     def _may_wait(self, ticket: Ticket, busy: tuple[str, ...]) -> bool:
         """Return whether one of these busy backends could take a request once it has room."""
@@ -186,6 +208,10 @@ class Room:
             waiting = self._wanted.setdefault(name, [])
             if all(entry is not other for other, _ in waiting):
                 waiting.append((entry, wants))
+
+
+def _is_able(candidate: Candidate) -> bool:
+    return candidate.excluded is None and not candidate.is_spill
 
 
 def _is_waited_for(candidate: Candidate) -> bool:
