@@ -339,6 +339,7 @@ class Pipeline:
     def forget_prefixes(self, backend_id: str) -> None:
         """Take it that a backend has no conversation in its prefix cache: it has ended, or keeps none."""
         self._prefixes.forget(backend_id)
+        self.room.line.forget_prefixes(backend_id)
 
     async def _place_with_comments(self, context: RequestContext, ticket: Ticket, since: float) -> None:
         """Like `_place`, but sends SSE comments from `since` (monotonic seconds) to the first token.
@@ -419,7 +420,8 @@ class Pipeline:
                     unfit |= {candidate.backend}
                 if not context.policy.retry.allows_more(len(context.attempts), context.crashes):
                     raise failure from None
-                ticket = replace(ticket, failed=ticket.failed | {candidate.backend})
+                held = self._held(context.policy, context.incoming.request.prefixes)
+                ticket = replace(ticket, failed=ticket.failed | {candidate.backend}, prefix_shares=held)
             else:
                 context.ending = Ending.COMPLETED
                 self._learn(context, candidate)

@@ -1051,6 +1051,30 @@ def test_a_conversation_that_has_waited_for_its_backend_starts_there_although_an
     assert site.taken["turn"][0] == "light"
 
 
+def test_who_waits_learns_that_a_backend_has_lost_its_conversation() -> None:
+    site = two_that_read(Site())
+    site.loads["light"], site.loads["push"] = Load(1, 1_000_000), Load(1, 125_000)
+    site.enter("turn", traffic_class=PATIENT, prompt=10_000, prefix_shares={"light": 0.9})
+    assert site.start(0.1) == []
+    site.line.forget_prefixes("light")
+
+    assert site.line.waiters(0.1)[0].stays_for == ""
+    assert site.start(0.2) == ["turn"]
+    assert site.taken["turn"][0] == "push"
+
+
+def test_whose_offered_slot_was_gone_learns_that_too() -> None:
+    site = two_that_read(Site(knee=8))
+    site.enter("turn", traffic_class=PATIENT, prompt=10_000, prefix_shares={"light": 0.9})
+    (offer,) = site.turn().offers
+    site.line.forget_prefixes("light")
+    site.line.missed("turn", [one.backend for one in offer.candidates], 0.0)
+    site.loads["light"] = Load(2, 250_000)
+
+    assert site.start(1.0) == ["turn"]
+    assert site.taken["turn"] == ("push", Load(1, 100_000, prefill_ms=1_000))
+
+
 @pytest.mark.parametrize(
     ("prompt", "seen", "offered", "until"),
     [

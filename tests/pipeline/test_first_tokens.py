@@ -7,9 +7,9 @@ import pytest
 from support.world import DONE, HELLO, POLICY, ROLE, STOP, WHOLE, Caller, Script, World
 
 from gateway.clock import SystemClock
-from gateway.core.errors import AtCapacity
+from gateway.core.errors import AtCapacity, UpstreamFailed
 from gateway.core.perf import PerfModel
-from gateway.core.values import Endpoint, Gates, Load, Prompt, Request, Waiting, Weights
+from gateway.core.values import Endpoint, Gates, Load, Pool, Prompt, Request, Waiting, Weights
 from gateway.pipeline.first_tokens import OVERHEAD_S, FirstTokens
 from gateway.ports import Slot
 from gateway.store.memory import MemoryLedger
@@ -25,6 +25,13 @@ def measured(world: World) -> None:
         backends={name: replace(one, perf=PERF) for name, one in POLICY.backends.items()},
         pools={**POLICY.pools, "light": replace(POLICY.pools["light"], gates=Gates(prefill_s=0.5))},
     )
+
+
+def patient(world: World) -> None:
+    """Let every class wait for a minute."""
+    (model,) = POLICY.models
+    classes = [replace(one, waiting=Waiting(max_wait_s=60.0)) for one in model.classes]
+    world.policy = replace(world.policy, models=(replace(model, classes=tuple(classes)),))
 
 
 async def after(world: World, seconds: float) -> Load:
@@ -78,9 +85,7 @@ async def test_a_request_stays_with_the_busy_backend_that_has_its_conversation(
 ) -> None:
     """Although the other one of its pool has room: its prompt would be read there as a whole."""
     measured(world)
-    (model,) = POLICY.models
-    classes = [replace(one, waiting=Waiting(max_wait_s=60.0)) for one in model.classes]
-    world.policy = replace(world.policy, models=(replace(model, classes=tuple(classes)),))
+    patient(world)
     world.estimates.tokens = 1_000
     for _ in range(2):
         world.answers(light_0=Script([WHOLE]), light_1=Script([WHOLE]))
@@ -100,6 +105,55 @@ async def test_a_request_stays_with_the_busy_backend_that_has_its_conversation(
         await world.ledger.release(held)  # type: ignore[arg-type]
 
     assert callers[0].headers["x-gateway-backend"] == ("light-0" if seen else "light-1")
+
+
+async def test_what_a_backend_lost_while_a_request_waited_is_read_again(world: World) -> None:
+    """It has restarted: its prompt work counts in full, where the rest waits for its turn."""
+    measured(world)
+    world.policy = replace(world.policy, pools={**world.policy.pools, "light": Pool("light", ("light-0",))})
+    world.estimates.tokens = 1_000
+    gate = anyio.Event()
+    world.answers(light_0=Script([WHOLE]))
+    await world.run(world.request(stream=False, prefixes=((1, 1.0),)))
+    most = Load(99, 10**6, 10**6, 99, 99, 10**6)
+    held = [await world.ledger.acquire(name, Load(seqs=2, share=10**6), most) for name in ("light-0", "push")]
+    world.answers(light_0=Script([gate, WHOLE]))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(stream=False, prefixes=((1, 0.75), (2, 1.0))))
+        await anyio.wait_all_tasks_blocked()
+        assert len(world.pipeline.room.line) == 1
+        world.pipeline.forget_prefixes("light-0")
+        await world.ledger.release(held[0])  # type: ignore[arg-type]
+        await anyio.wait_all_tasks_blocked()
+
+        assert world.ledger.load("light-0").prefill_ms == 10_000
+        gate.set()
+
+
+async def test_a_retry_knows_what_backends_have_now(world: World) -> None:
+    measured(world)
+    patient(world)
+    world.estimates.tokens = 1_000
+    gates = anyio.Event(), anyio.Event()
+    world.answers(light_0=Script([WHOLE]))
+    await world.run(world.request(stream=False, prefixes=((1, 1.0),)))
+    most = Load(99, 10**6, 10**6, 99, 99, 10**6)
+    held = await world.ledger.acquire("light-0", Load(seqs=2, share=10**6), most)
+    world.answers(light_0=Script([gates[1], WHOLE]), light_1=Script([gates[0], UpstreamFailed("broke")]))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(stream=False, prefixes=((1, 0.75), (2, 1.0))))
+        await anyio.wait_all_tasks_blocked()
+        world.clock.time += 8.0  # longer than it stays for light-0
+        world.pipeline.room.look()
+        await anyio.wait_all_tasks_blocked()
+        assert world.ledger.load("light-1").prefill_ms == 10_000
+        await world.ledger.release(held)  # type: ignore[arg-type]
+        world.pipeline.forget_prefixes("light-0")
+        gates[0].set()
+        await anyio.wait_all_tasks_blocked()
+
+        assert world.ledger.load("light-0").prefill_ms == 10_000
+        gates[1].set()
 
 
 async def test_what_was_outstanding_is_read_first(world: World) -> None:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
+from itertools import chain
 from math import inf
 from types import MappingProxyType
 
@@ -321,6 +322,14 @@ class WaitingLine:
             if since > self._started_at.get(backend, 0.0):
                 self._started_at[backend] = since
             lane.drain.note_released(since, now, answered=answered)
+
+    def forget_prefixes(self, backend: str) -> None:
+        """Note that a backend has lost the conversations of those that wait: nobody waits for them there."""
+        for entry in chain(self._waiting.values(), (one.entry for one in self._offered.values())):
+            shares = entry.ticket.prefix_shares
+            if backend in shares:
+                others = {name: share for name, share in shares.items() if name != backend}
+                entry.ticket, entry.stays = replace(entry.ticket, prefix_shares=others), ()
 
     def charge(self, model: str, traffic_class: str, key: str | None, tokens: int) -> None:
         """Charge a key for tokens that another process started, so that fairness spans all processes."""
