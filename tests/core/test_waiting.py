@@ -2952,6 +2952,18 @@ def test_who_does_not_wait_for_the_gate_is_not_told_to(
     assert site.wait_s(10.0, **asked) == (None if not wait_s else pytest.approx(wait_s))
 
 
+def test_a_document_that_its_backend_has_lost_is_read_as_a_whole_before_others() -> None:
+    site = Library()
+    site.document("read-now", 0.0, 40_000)
+    site.start()
+    site.document("lost", 1.0, 80_000, prefix_shares={"push": 0.75})
+    site.start(1.0)
+
+    site.line.forget_prefixes("push")
+
+    assert site.wait_s(10.0) == pytest.approx(30 + 80)
+
+
 @pytest.mark.parametrize(
     ("amounts", "more", "found"),
     [

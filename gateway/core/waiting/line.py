@@ -330,6 +330,7 @@ class WaitingLine:
             if backend in shares:
                 others = {name: share for name, share in shares.items() if name != backend}
                 entry.ticket, entry.stays = replace(entry.ticket, prefix_shares=others), ()
+                entry.gated_s = entry.ticket.gated_s
 
     def charge(self, model: str, traffic_class: str, key: str | None, tokens: int) -> None:
         """Charge a key for tokens that another process started, so that fairness spans all processes."""
