@@ -41,6 +41,9 @@ SOCKET_PATH_MAX = 100
 
 READY = re.compile(r"ready to accept connections", re.I)
 
+CUT = re.compile(r"Truncating the AOF", re.I)
+"""What a server says that has removed an incomplete end from its journal."""
+
 LAST_WORDS = 2
 """Number of final warnings that are told: what went wrong, and that it exits."""
 
@@ -204,7 +207,21 @@ async def _serving(folder: Path, *, is_temporary: bool, keeps: bool) -> AsyncIte
         raise ConfigError(f"the path of the embedded store's socket is too long: {socket}")
     if not await _end_former(socket) and keeps:
         raise StartupBlocked(f"an earlier server still uses {folder} and does not stop")
-    socket.unlink(missing_ok=True)
+    for is_last_start in (not keeps, True):
+        async with _running(binary, folder, is_temporary=is_temporary, keeps=keeps) as (watcher, said):
+            if is_last_start or not CUT.search(said):
+                yield EmbeddedValkey(f"unix://{socket}", watcher)
+                return
+        # Some servers (Redis 6.2) cut off an incomplete command, but leave those of its script that stand
+        # before it, and carry them out at the next start. They remove them then if nothing was written since.
+
+
+@asynccontextmanager
+async def _running(
+    binary: Path, folder: Path, *, is_temporary: bool, keeps: bool
+) -> AsyncIterator[tuple[Process, str]]:
+    """Run a server for the duration of the block. Yields its watcher, and what it said at its start."""
+    socket_path(folder).unlink(missing_ok=True)
     # A watcher process in between notices the end of this process, even by SIGKILL, as EOF on its stdin.
     # Its own session keeps the terminal's Ctrl-C from both while requests are still finishing.
     watcher = await interpreters.start(
@@ -214,8 +231,7 @@ async def _serving(folder: Path, *, is_temporary: bool, keeps: bool) -> AsyncIte
         ]
     )
     try:
-        await _wait_ready(watcher, binary, LOAD_S if keeps else START_S)
-        yield EmbeddedValkey(f"unix://{socket}", watcher)
+        yield watcher, await _wait_ready(watcher, binary, LOAD_S if keeps else START_S)
     finally:
         with anyio.CancelScope(shield=True):
             assert watcher.stdin is not None
@@ -246,14 +262,14 @@ async def _end_former(socket: Path) -> bool:
         return True
 
 
-async def _wait_ready(watcher: Process, binary: Path, within_s: float) -> None:
+async def _wait_ready(watcher: Process, binary: Path, within_s: float) -> str:
     assert watcher.stdout is not None
     said = ""
     with anyio.move_on_after(within_s):
         async for text in TextReceiveStream(watcher.stdout, errors="replace"):
             said += text
             if READY.search(said):
-                return
+                return said
     lines = said.strip().splitlines()
     raise StartupBlocked(f"{binary.name} did not start: {_bare(lines[-1]) if lines else 'no output'}")
 

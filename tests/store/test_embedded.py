@@ -6,11 +6,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 from redis.asyncio import Redis
 from support.processes import parent_of, until, wait_gone
+from support.redis_server import binary, legs
 
 from gateway.core.errors import ConfigError
 from gateway.store import embedded
@@ -265,6 +267,35 @@ async def test_a_data_directory_keeps_what_was_acknowledged_though_everything_is
     async with valkey_in(data, keeps=True) as valkey:
         assert await count(valkey.url) == 2
     assert data.stat().st_mode & 0o077 == 0
+
+
+def cut_journal(data: Path, last: bytes) -> None:
+    """Leave no more of a server's journal than what comes before these bytes: as when power fails."""
+    (journal,) = [*data.glob("appendonlydir/*.incr.aof"), *data.glob("*.aof")]
+    os.truncate(journal, journal.read_bytes().rindex(last))
+
+
+@pytest.mark.parametrize("leg", legs(own=True))
+async def test_no_part_of_a_script_that_was_cut_in_the_journal_is_ever_carried_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leg: str
+) -> None:
+    monkeypatch.setattr(embedded, "server_binary", lambda: binary(leg))
+    script = "redis.call('INCR', 'a') redis.call('SET', 'padding', ARGV[1]) redis.call('INCR', 'b')"
+
+    async def run_script(url: str) -> Any:
+        redis: Any = Redis.from_url(url, decode_responses=True)
+        await redis.eval(script, 0, "x" * 100)
+        found = await redis.mget("a", "b")
+        await redis.aclose()
+        return found
+
+    async with valkey_in(tmp_path, keeps=True) as valkey:
+        await run_script(valkey.url)
+        await run_script(valkey.url)
+    cut_journal(tmp_path, b"xxx")
+    for count_ in ("2", "3", "4"):
+        async with valkey_in(tmp_path, keeps=True) as valkey:
+            assert await run_script(valkey.url) == [count_, count_]
 
 
 async def test_nobody_else_can_read_what_it_keeps_in_a_folder_that_everybody_can_enter(
