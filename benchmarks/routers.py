@@ -24,6 +24,7 @@ from gateway.core.values import (
     Waiting,
     When,
 )
+from gateway.core.waiting import Ticket
 from gateway.replay.router import PolicyRouter
 
 T = TypeVar("T")
@@ -80,7 +81,20 @@ class GatewayRouter(PolicyRouter[Arrival]):
         super().__init__(policy, self._asked)
         self._band = band
         self._is_told_output = is_told_output
+        self._ticket_of: dict[int, Ticket] = {}
         self.above_cap = 0
+        self.expected_s: dict[int, float | None] = {}  # by arrival, of those that had to wait
+
+    def arrive(self, fleet: Fleet, arrival: Arrival) -> None:
+        """Note what a request is told that has to wait."""
+        super().arrive(fleet, arrival)
+        ticket = self._ticket_of.pop(arrival.id, None)
+        if ticket is not None and self._line.position(ticket.id) is not None:
+            self.expected_s[arrival.id] = self._line.expected_wait_s(ticket, fleet.now)
+
+    def _ticket(self, fleet: Fleet, arrival: Arrival) -> Ticket:
+        ticket = self._ticket_of[arrival.id] = super()._ticket(fleet, arrival)
+        return ticket
 
     def _asked(self, arrival: Arrival) -> tuple[RequestFeatures, None]:
         tokens = arrival.estimate_tokens

@@ -3,6 +3,7 @@
     python benchmarks/routing.py                                      every case, every policy, seeds 101-105
     python benchmarks/routing.py --mix A --load 1.0 --seeds 1-3 --policy gateway,ctx-429
     python benchmarks/routing.py --http --mix A --load 1.0 --seeds 101-102     the gateway as a process
+    python benchmarks/routing.py --forecasts --mix A,C --load 1.0              how long who waits is told to
 
 Policy `gateway` is the product's own code; `gateway-40` the same with 40 instead of 64 chats per LIGHT
 server; `gateway-told` the same for callers who state `max_tokens`, with which `--http` is compared.
@@ -17,9 +18,11 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from pathlib import Path
+from statistics import quantiles
 
 if not __package__:  # python benchmarks/routing.py
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -41,6 +44,7 @@ from gateway.core.estimation import APPROXIMATE_BAND
 
 DURATION_S = 2400.0
 POLICIES = ("gateway", "ctx-429", "ctx-least", "least-in-flight", "round-robin")
+WAITED_MIN_S = 0.5  # who waited less needed no forecast
 CASES = (
     ("A", 0.85, POLICIES),
     ("A", 1.0, (*POLICIES, "gateway-40")),
@@ -104,6 +108,9 @@ def main() -> None:
         over_http(arguments, seeds)
         return
     duration_s = arguments.duration or DURATION_S
+    if arguments.forecasts:
+        print_forecasts(arguments, seeds, duration_s)
+        return
     print(HEAD + "\n" + "|---" * (HEAD.count("|") - 1) + "|", flush=True)
     began = time.perf_counter()
     spent = 0.0
@@ -123,6 +130,40 @@ def main() -> None:
             print(row(mix, load, policy, score), flush=True)
     runs = len(waiting) * len(seeds)
     print(f"\n{runs} runs, {spent / runs:.1f} s each, {time.perf_counter() - began:.0f} s in all")
+
+
+def forecasts(mix: str, load: float, seed: int, duration_s: float) -> Mapping[str, Sequence[float]]:
+    """Return how long requests waited, compared with what was forecast, by class."""
+    chosen = GatewayRouter(site())
+    fleet = fleet_of(chosen, arrivals(MIXES[mix], load, seed, duration_s=duration_s), WARM_UP_S, duration_s)
+    fleet.run()
+    found: dict[str, list[float]] = {}
+    for fate in fleet.fates:
+        expected_s = chosen.expected_s.get(fate.arrival.id)
+        waited_s = 0.0 if fate.sent_at is None else fate.sent_at - fate.arrival.at
+        if expected_s and waited_s >= WAITED_MIN_S:
+            found.setdefault(chosen.classes[fate.arrival.id], []).append(waited_s / expected_s)
+    return found
+
+
+def print_forecasts(arguments: argparse.Namespace, seeds: range, duration_s: float) -> None:
+    """Print how long requests waited, compared with what was forecast."""
+    print(
+        "| mix | load | class | waited | times the forecast p10 | p50 | p90 |\n" + "|---" * 7 + "|",
+        flush=True,
+    )
+    with ProcessPoolExecutor(arguments.jobs) as workers:
+        for mix, load in dict.fromkeys((mix, load) for mix, load, _ in cases(arguments)):
+            runs = workers.map(forecasts, repeat(mix), repeat(load), seeds, repeat(duration_s))
+            found: dict[str, list[float]] = {}
+            for one in runs:
+                for name, times in one.items():
+                    found.setdefault(name, []).extend(times)
+            for name, times in sorted(found.items()):
+                if len(times) > 1:
+                    tenths = quantiles(times, n=10, method="inclusive")
+                    shown = " | ".join(f"{tenths[at]:.2f}" for at in (0, 4, 8))
+                    print(f"| {mix} | {load:g} | {name} | {len(times):,} | {shown} |", flush=True)
 
 
 def over_http(arguments: argparse.Namespace, seeds: range) -> None:
@@ -149,6 +190,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seeds", default="101-105", help="a range, e.g. 101-105")
     parser.add_argument("--duration", type=float, help="engine seconds of arrivals")
     parser.add_argument("--http", action="store_true", help="the gateway as a process, over sockets")
+    parser.add_argument("--forecasts", action="store_true", help="waits, compared with what was forecast")
     parser.add_argument(
         "--speed", type=float, default=http_table.SPEED, help="with --http: how time is scaled"
     )

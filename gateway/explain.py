@@ -162,15 +162,20 @@ def show(found: Mapping[str, Any]) -> None:
     elif waited_for := _waited_for(found):
         most_s = None if outlook is None else outlook.get("max_wait_s")
         most = "" if most_s is None else f", for up to {most_s:g} s"
+        if outlook is not None and not outlook["waiting"]:
+            most += _about(outlook["expected_wait_s"])
         console.print(f"[bold yellow]waits[/] for {escape(' or '.join(waited_for))}{most}")
     else:
         console.print("[bold red]nowhere[/]: no backend of its class can take it")
     if outlook is not None and outlook["waiting"]:
-        wait_s = outlook["expected_wait_s"]
-        about = "" if wait_s is None else f", about {wait_s:.1f} s"
+        about = _about(outlook["expected_wait_s"])
         console.print(f"behind {outlook['waiting']} waiting of its class{about}")
     for note in found["notes"]:
         console.print(f"[dim]{escape(note)}[/]")
+
+
+def _about(wait_s: float | None) -> str:
+    return "" if wait_s is None else f", about {wait_s:.1f} s"
 
 
 def _table(candidates: list[Mapping[str, Any]]) -> Table:

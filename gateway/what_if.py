@@ -61,8 +61,7 @@ class Outlook:
 
     Attributes:
         waiting: Number of waiting requests of its class.
-        expected_wait_s: Expected wait at the measured rate, 0 if nobody is waiting; None if the rate is
-            unknown.
+        expected_wait_s: Expected wait; 0 if a backend has room and nobody is waiting; None if it is unknown.
         max_wait_s: How long its class lets a request wait; None: for as long as it takes, as a job.
     """
 
@@ -316,7 +315,7 @@ class WhatIf:
         (its,) = (one for one in model.classes if one.name == decision.traffic_class)
         most_s = None if found.is_queued else its.waiting.longest_wait_s
         waiting = line.waiting().get((decision.model, decision.traffic_class), 0)
-        if not waiting:
+        if not waiting and decision.candidates.first is not None:
             return Outlook(0, 0.0, most_s)
         ticket = Ticket(
             id="",
@@ -329,7 +328,7 @@ class WhatIf:
             prefill_s=fastest_prefill_s(policy, its, decision.demand),
             prefix_shares={name: view.prefix_share for name, view in views.items() if view.prefix_share},
         )
-        wait_s = line.expected_wait_s(ticket, now)
+        wait_s = line.expected_wait_s(ticket, now, views)
         return Outlook(waiting, None if wait_s is None else round(wait_s, 2), most_s)
 
 

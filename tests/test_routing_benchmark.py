@@ -6,6 +6,7 @@ And over HTTP, for a few seconds: what it configures is what virtual time plays,
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -50,6 +51,13 @@ def test_a_lower_cap_buys_tpot() -> None:
 
     assert tight.chat_tpot_s < usual.chat_tpot_s
     assert tight.chat_60ms > usual.chat_60ms
+
+
+def test_documents_wait_about_as_long_as_they_are_told() -> None:
+    times = routing.forecasts("C", 1.5, 7, 900.0)["long_document"]
+
+    assert len(times) > 20
+    assert 0.7 < median(times) < 1.5
 
 
 # ------------------------------------------------------------------ over HTTP

@@ -116,6 +116,13 @@ function difference(before, after) {
   return before === after ? `The same: ${said(before)}.` : `${said(before)} \u2192 ${said(after)}`;
 }
 
+function awaited(outlook) {
+  if (!outlook) return "";
+  const about = outlook.expected_wait_s ? `about ${seconds(outlook.expected_wait_s)}` : "";
+  if (!outlook.waiting) return about && `${about} to wait`;
+  return `behind ${number(outlook.waiting)} waiting request${outlook.waiting === 1 ? "" : "s"} of its class${about && `, ${about}`}`;
+}
+
 function shown(title, found, index) {
   const attributes = { class: "answer", "data-answer": index ? "edited" : "in-force" };
   const heading = h("h3", { text: title });
@@ -124,7 +131,7 @@ function shown(title, found, index) {
   const first = found.decision.candidates[0];
   const goes = winner(found);
   const outlook = found.outlook;
-  const wait = outlook?.waiting ? `behind ${number(outlook.waiting)} waiting request${outlook.waiting === 1 ? "" : "s"} of its class${outlook.expected_wait_s === null ? "" : `, about ${seconds(outlook.expected_wait_s)}`}` : "";
+  const wait = awaited(outlook);
   return h(
     "article",
     { ...attributes, "data-winner": goes },

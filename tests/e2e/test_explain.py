@@ -78,6 +78,21 @@ async def test_the_fleet_is_taken_as_it_stands(fleet: Site) -> None:
     assert candidate(busy, "light")["load"]["seqs"] == 3
 
 
+async def test_a_document_is_told_how_long_what_is_being_read_will_take(fleet: Site) -> None:
+    """Although nobody else is waiting."""
+    first, second = ([{"role": "user", "content": f"{word} " * 30_000}] for word in ("stone", "river"))
+    await sent(fleet, messages=first)
+    load, most = Load(long_unanswered=1, prefill_ms=40_000), Load(99, 10**6, 10**6, 99, 99, 10**6)
+    slots = [await fleet.gateway.ledger.acquire(name, load, most) for name in ("light", "push")]
+
+    outlook = (await asked(fleet, request={**CHAT, "messages": second})).json()["outlook"]
+    for slot in slots:
+        await fleet.gateway.ledger.release(slot)  # type: ignore[arg-type]
+
+    assert outlook["waiting"] == 0
+    assert 1 < outlook["expected_wait_s"] <= 40
+
+
 @pytest.mark.parametrize("caches", [True, False])
 async def test_an_engine_holds_conversations_unless_it_says_that_it_caches_none(
     tmp_path: Path, caches: bool

@@ -190,12 +190,18 @@ class WaitingLine:
         entry = self._waiting.get(ticket_id)
         return None if entry is None else self._ahead_of(self._lane(entry.ticket), entry) + 1
 
-    def expected_wait_s(self, ticket: Ticket, now: float) -> float | None:
-        """Return the expected wait of a request that is not queued, or None while it is unknown."""
+    def expected_wait_s(
+        self, ticket: Ticket, now: float, views: Mapping[str, BackendView] | None = None
+    ) -> float | None:
+        """Return the expected wait of a request from now on, queued or not; None while it is unknown.
+
+        `views`: current snapshots; by default, what the last turn left, if requests were queued then.
+        """
         lane = self._lanes.get((ticket.model, ticket.traffic_class.name))
         if lane is None or lane.home is None:
             return None
-        return self._forecast(lane, self._entry(ticket, now), now)[1]
+        entry = self._waiting.get(ticket.id)
+        return self._forecast(lane, self._entry(ticket, now) if entry is None else entry, now, views)[1]
 
     # ------------------------------------------------------------ events
 
@@ -497,28 +503,31 @@ class WaitingLine:
         self._remove(entry)
         return _refused(entry, reason, ahead, wait_s, now)
 
-    def _forecast(self, lane: Lane, entry: Entry, now: float) -> tuple[int, float | None]:
+    def _forecast(
+        self, lane: Lane, entry: Entry, now: float, views: Mapping[str, BackendView] | None = None
+    ) -> tuple[int, float | None]:
         """Return how many requests are ahead of an entry and its expected wait, None while unknown."""
         ahead = self._ahead_of(lane, entry)
         per_s = self._per_s(lane, now)
         wait_s = self._away_s(entry.ticket, now)
         if entry.gated_s:
-            wait_s = max(wait_s, self._gate_s(lane, entry, now))
+            wait_s = max(wait_s, self._gate_s(lane, entry, now, self._views if views is None else views))
         if per_s is not None and (entry.is_full or not entry.is_long):
             wait_s = max(wait_s, (ahead + 1) / per_s)
         return ahead, wait_s or None
 
-    def _gate_s(self, lane: Lane, entry: Entry, now: float) -> float:
-        """Return the time until what has to be prefilled before a long prompt is done in its first pool.
+    def _gate_s(self, lane: Lane, entry: Entry, now: float, views: Mapping[str, BackendView]) -> float:
+        """Return the time until what has to be prefilled before a long prompt is done, where it can run.
 
         Slots that other requests free meanwhile are of no use to it.
         """
         assert lane.home is not None  # it got one from the entry's ticket
-        ticket, busy_s, factors = entry.ticket, [], []
-        for name in filter(ticket.may_run_on, ticket.first_pool):
-            view, prefills = self._views.get(name), self._prefills_of(name)
+        pool, busy_s, factors = entry.ticket.reading_pool, [], []
+        at_once = max(1, pool.gates.long_prefills or 0)
+        for name in filter(entry.ticket.may_run_on, pool.backends):
+            view, prefills = views.get(name), self._prefills_of(name)
             if view is not None and health.usable(view.status):
-                is_open = view.load.long_unanswered < ticket.long_prefills_max
+                is_open = view.load.long_unanswered < at_once
                 busy_s.append(0.0 if is_open else prefills.left_s(view.load, now))
                 factors.append(prefills.factor)
         if not factors:

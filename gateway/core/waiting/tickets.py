@@ -7,7 +7,7 @@ from math import inf
 
 from gateway.core import admission, selection
 from gateway.core.value import valueclass
-from gateway.core.values import UNLIMITED, Candidate, Demand, Policy, TrafficClass, Waiting
+from gateway.core.values import UNLIMITED, Candidate, Demand, Policy, Pool, TrafficClass, Waiting
 
 
 class Reason(StrEnum):
@@ -64,21 +64,24 @@ class Ticket:
         return admission.is_long(self.policy.pools[self.traffic_class.pools[0]].gates, self.demand)
 
     @property
-    def gated_s(self) -> float:
-        """Prefill seconds for which it closes the gate for long prompts in its first pool; 0 if none applies.
-
-        As `prefill_s`, without what a backend has of its conversation.
-        """
-        gates = self.policy.pools[self.traffic_class.pools[0]].gates
-        fresh = 1 - max(self.prefix_shares.values(), default=0.0)
-        if gates.long_prefills is None or fresh * self.demand.prompt_tokens < gates.long_prompt_tokens:
-            return 0.0
-        return fresh * self.prefill_s * self.demand.prompts
+    def reading_pool(self) -> Pool:
+        """The first pool of its class with a backend that could take it."""
+        pools = [self.policy.pools[name] for name in self.traffic_class.pools]
+        return next((pool for pool in pools if any(map(self.may_run_on, pool.backends))), pools[0])
 
     @property
-    def long_prefills_max(self) -> int:
-        """How many long prompts a backend of its first pool prefills at once, if there is a gate for them."""
-        return max(1, self.policy.pools[self.traffic_class.pools[0]].gates.long_prefills or 0)
+    def gated_s(self) -> float:
+        """Prefill seconds for which it closes the gate for long prompts of `reading_pool`; 0 if none applies.
+
+        On the fastest backend of that pool, idle, without what a backend has of its conversation.
+        """
+        if not self.is_long:
+            return 0.0
+        pool, fresh = self.reading_pool, 1 - max(self.prefix_shares.values(), default=0.0)
+        is_short = fresh * self.demand.prompt_tokens < pool.gates.long_prompt_tokens
+        if is_short or pool.gates.long_prefills is None:
+            return 0.0
+        return fresh * _fastest_s(self.policy, pool.id, self.demand) * self.demand.prompts
 
     @property
     def fits_all(self) -> bool:
@@ -121,7 +124,11 @@ def patient(waiting: Waiting) -> Waiting:
 
 def fastest_prefill_s(policy: Policy, traffic_class: TrafficClass, demand: Demand) -> float:
     """Return the prefill seconds of a prompt on the fastest backend of the class's first pool, idle."""
-    distinct = policy.distinct[traffic_class.pools[0]]
+    return _fastest_s(policy, traffic_class.pools[0], demand)
+
+
+def _fastest_s(policy: Policy, pool: str, demand: Demand) -> float:
+    distinct = policy.distinct[pool]
     if len(distinct) == 1:
         return admission.prefill_s(distinct[0], demand)
     return min([admission.prefill_s(backend, demand) for backend in distinct], default=0.0)
