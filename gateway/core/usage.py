@@ -42,8 +42,9 @@ class Usage:
 
 @valueclass(frozen=True, slots=True)
 class AttemptRecord:
-    """One attempt on one backend. Times are monotonic seconds; None if that point was not reached."""
+    """One attempt of the request `request_id`. Times are monotonic seconds; None if it did not get that far."""
 
+    request_id: str
     backend: str
     pool: str
     traffic_class: str

@@ -176,6 +176,7 @@ class Attempt:
         finally:
             context.attempts.append(
                 AttemptRecord(
+                    request_id=context.incoming.arrival.id,
                     backend=self._backend.id,
                     pool=self._candidate.pool,
                     traffic_class=context.decision.traffic_class if context.decision else "",

@@ -350,7 +350,9 @@ class RequestLog:
                 "attempt on %s failed: %s",
                 record.backend,
                 record.detail,
-                extra=about("attempt_failed", backend=record.backend, reason=record.detail),
+                extra=about(
+                    "attempt_failed", id=record.request_id, backend=record.backend, reason=record.detail
+                ),
             )
 
     def finished(self, record: RequestRecord) -> None:

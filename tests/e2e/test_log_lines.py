@@ -16,6 +16,7 @@ from support import clients
 from support.redis_server import own_server
 from support.site import simulated, site
 
+from gateway.simulator import Fault, FaultOrder
 from gateway.telemetry import logs
 
 
@@ -167,3 +168,27 @@ async def test_the_line_of_a_refused_request_says_whose_it_was(tmp_path: Path, o
     lines = [json.loads(line) for line in out.getvalue().splitlines()]
     refused = [line.get("key") for line in lines if line["event"] == "request"]
     assert refused == [*["reports"] * 5, None]
+
+
+async def test_a_failed_attempt_is_found_by_the_id_that_its_caller_got(
+    tmp_path: Path, out: io.StringIO
+) -> None:
+    chat = {"model": "gemma-4", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    async with (
+        site(
+            tmp_path,
+            fleet=simulated({"light-0": "h100-tp1-light", "light-1": "h100-tp1-light"}),
+            pools={"first": ["light-0"], "second": ["light-1"]},
+            models={"gemma-4": {"classes": [{"class": "short_chat", "pools": ["first", "second"]}]}},
+        ) as running,
+        running.http() as client,
+    ):
+        running.backends["light-0"].order(FaultOrder(Fault.ERROR, count=1))
+        answer = await client.post("/v1/chat/completions", json=chat)
+    assert answer.status_code == 200
+    id = answer.headers["x-request-id"]
+    lines = [json.loads(line) for line in out.getvalue().splitlines() if id in line]
+    assert [(line["event"], line["backend"]) for line in lines] == [
+        ("attempt_failed", "light-0"),
+        ("request", "light-1"),
+    ]

@@ -82,7 +82,9 @@ RECORD = RequestRecord(
     ),
     backend="light-0",
     pool="light",
-    attempts=(AttemptRecord("light-0", "light", "short_chat", Outcome.OK, "hidden", 10.2, 10.5, 12.5),),
+    attempts=(
+        AttemptRecord("req-1", "light-0", "light", "short_chat", Outcome.OK, "hidden", 10.2, 10.5, 12.5),
+    ),
     usage=Usage(prompt_tokens=110, completion_tokens=21, cached_tokens=16),
     chunks=11,
     asked=ASKED,

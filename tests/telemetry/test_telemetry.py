@@ -91,7 +91,9 @@ RECORD = RequestRecord(
     pool="light",
     usage=Usage(prompt_tokens=110, completion_tokens=21),
 )
-ATTEMPT = AttemptRecord("light-0", "light", "short_chat", Outcome.FAILED, "status 500: boom", 1.0, None, 2.0)
+ATTEMPT = AttemptRecord(
+    "req-1", "light-0", "light", "short_chat", Outcome.FAILED, "status 500: boom", 1.0, None, 2.0
+)
 
 
 def metrics(**fields: object) -> Metrics:
@@ -729,7 +731,8 @@ def test_a_change_of_the_world_is_one_line() -> None:
         "down",
         "no answer for 600 s",
     )
-    assert (attempt["event"], attempt["reason"]) == ("attempt_failed", "status 500: boom")
+    assert (attempt["event"], attempt["id"]) == ("attempt_failed", "req-1")
+    assert (attempt["backend"], attempt["reason"]) == ("light-0", "status 500: boom")
 
 
 @pytest.mark.usefixtures("_logging_as_it_was")
