@@ -189,7 +189,6 @@ def test_the_dashboard_shows_every_metric_or_it_is_said_why_not() -> None:
         "gateway_box_boots_total",
         "gateway_box_owner",
         "gateway_box_swap_seconds",  # by its sum and count
-        "process_start_time_seconds",
         "process_virtual_memory_bytes",
     }
 

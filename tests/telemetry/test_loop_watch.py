@@ -1,6 +1,7 @@
 """The event loop's delay, measured by a loop that is held up."""
 
 import time
+from collections.abc import Sequence
 
 import anyio
 import anyio.lowlevel
@@ -9,14 +10,22 @@ from prometheus_client import CollectorRegistry
 from support.world import StillClock
 
 from gateway.clock import SystemClock
-from gateway.telemetry.loop_watch import LOOK_S, LoopWatch
+from gateway.telemetry.loop_watch import DUE_MAX, LOOK_S, LoopWatch
 
 
 def compute(for_s: float) -> None:
     time.sleep(for_s)
 
 
-async def test_every_look_says_how_late_it_is() -> None:
+@pytest.mark.parametrize(
+    ("late_s", "delays_s"),
+    [
+        (0.04, [0.04]),
+        (0.22, [0.22, 0.17, 0.12, 0.07, 0.02]),  # of the looks that would have been due meanwhile, too
+        (86_400, [86_400 - LOOK_S * number for number in range(DUE_MAX)]),
+    ],
+)
+async def test_every_look_says_how_late_it_is(late_s: float, delays_s: Sequence[float]) -> None:
     registry, clock = CollectorRegistry(), StillClock()
     watch = LoopWatch(registry, clock)
 
@@ -26,12 +35,13 @@ async def test_every_look_says_how_late_it_is() -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch.run)
         await anyio.lowlevel.checkpoint()  # it sleeps by now
-        clock.time += LOOK_S + 0.6
+        clock.time += LOOK_S + late_s
         with anyio.fail_after(20):
-            while seen("count") < 2:  # the second one is in time
+            while seen("count") <= len(delays_s):  # the last one is in time
                 await anyio.lowlevel.checkpoint()
         tasks.cancel_scope.cancel()
-    assert seen("sum") == pytest.approx(0.6)
+    assert seen("count") == len(delays_s) + 1
+    assert seen("sum") == pytest.approx(sum(delays_s))
 
 
 async def test_a_stall_of_the_loop_is_seen() -> None:
