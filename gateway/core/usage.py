@@ -42,7 +42,7 @@ class Usage:
 
 @valueclass(frozen=True, slots=True)
 class AttemptRecord:
-    """One attempt of the request `request_id`. Times are monotonic seconds; None if it did not get that far."""
+    """One attempt of a request on one backend. Times are monotonic seconds; None if it never got that far."""
 
     request_id: str
     backend: str

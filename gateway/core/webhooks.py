@@ -138,6 +138,11 @@ class Delivery:
     failures: int
     body: bytes
 
+    @property
+    def subject(self) -> str:
+        """Id of the job or batch that has ended."""
+        return str(json.loads(self.body)["data"]["id"])
+
 
 @valueclass(frozen=True, slots=True)
 class WebhookAttempt:

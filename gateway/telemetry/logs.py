@@ -48,6 +48,7 @@ _ONE_EACH = frozenset(
     {
         *("request", "request_queued", "job_ended", "batch_ended", "config_change"),
         *("operator_cancelled_job", "operator_retried_job"),
+        "webhook_lost",  # whoever waits for it has to be told which it was
         "log_lines_dropped",  # as often as `LOOK_S` allows
     }
 )
@@ -490,29 +491,39 @@ def webhook_attempted(attempt: WebhookAttempt) -> None:
     delivery = attempt.delivery
     if attempt.outcome is WebhookOutcome.DELIVERED:
         return
-    is_retried = attempt.retry_s is not None
-    if is_retried:
-        then = f"attempt {delivery.failures + 1} of {len(SCHEDULE_S)}, the next in {attempt.retry_s:.0f} s"
-    else:
-        then = {
-            WebhookOutcome.GONE: "nothing more is sent to it until the gateway restarts",
-            WebhookOutcome.DROPPED: "this delivery was dropped",
-        }.get(attempt.outcome, f"given up after {delivery.failures + 1} attempts")
-    webhooks_log.log(
-        logging.WARNING if is_retried else logging.ERROR,
-        "webhook %s: %s failed: %s; %s",
-        delivery.endpoint,
-        delivery.id,
-        attempt.detail,
-        then,
+    number = delivery.failures + 1
+    if attempt.retry_s is not None:
+        webhooks_log.warning(
+            "webhook %s: %s (%s) failed: %s; attempt %d of %d, the next in %.0f s",
+            *(delivery.endpoint, delivery.id, delivery.subject, attempt.detail),
+            *(number, len(SCHEDULE_S), attempt.retry_s),
+            extra=about(
+                "webhook_failed",
+                endpoint=delivery.endpoint,
+                id=delivery.id,
+                subject=delivery.subject,
+                outcome=attempt.outcome.value,
+                reason=attempt.detail,
+                attempt=number,
+                retry_s=round(attempt.retry_s),
+            ),
+        )
+        return
+    then = {
+        WebhookOutcome.GONE: "nothing more is sent to it until the gateway restarts",
+        WebhookOutcome.DROPPED: "this delivery was dropped",
+    }.get(attempt.outcome, f"given up after {number} attempts")
+    webhooks_log.error(
+        "webhook %s: %s (%s) failed: %s; %s",
+        *(delivery.endpoint, delivery.id, delivery.subject, attempt.detail, then),
         extra=about(
-            "webhook_failed",
+            "webhook_lost",
             endpoint=delivery.endpoint,
             id=delivery.id,
+            subject=delivery.subject,
             outcome=attempt.outcome.value,
             reason=attempt.detail,
-            attempt=delivery.failures + 1,
-            retry_s=None if attempt.retry_s is None else round(attempt.retry_s),
+            attempt=number,
         ),
     )
 

@@ -1,8 +1,8 @@
 """Measures event loop delay: how long everything waits while something computes.
 
-A timer is set for a fixed time, and how late it runs is measured. A stall delays one measurement only, so those
-that would have been due meanwhile are recorded with it, each as late as it would have been. Otherwise, a loop that
-stands still for two seconds of ten would be late in one measurement of 160.
+A timer is set for a fixed time, and how late it runs is measured. A stall delays one measurement only, so
+those that would have been due meanwhile are recorded with it, each as late as it would have been. Otherwise,
+a loop that stands still for two seconds of ten would be late in one measurement of 160.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5,
 (docs/performance.md), and those caused by the OS scheduler are below 5."""
 
 DUE_MAX = 1200
-"""The most measurements that are recorded for one stall. A choice: a minute of them; a process that was suspended
-for a day would record 1.7 million."""
+"""The most measurements that are recorded for one stall. A choice: a minute of them; a process that was
+suspended for a day would record 1.7 million."""
 
 
 class LoopWatch:

@@ -46,12 +46,11 @@ def looks(in_time: float) -> dict[str, str]:
 
 
 def webhooks(outcome: str, values: str) -> dict[str, str]:
-    return {
-        f'gateway_webhooks_total{{job="gemma-gateway",instance="a",endpoint="ops",outcome="{outcome}"}}': values
-    }
+    return {f'gateway_webhooks_total{{{TARGET},endpoint="ops",outcome="{outcome}"}}': values}
 
 
-STARTED = 'process_start_time_seconds{job="gemma-gateway",instance="a"}'
+TARGET = 'job="gemma-gateway",instance="a"'
+STARTED = f"process_start_time_seconds{{{TARGET}}}"
 UP = 'up{job="gemma-gateway",instance="a"}'
 OPEN = 'process_open_fds{job="gemma-gateway",instance="a"}'
 MOST = 'process_max_fds{job="gemma-gateway",instance="a"}'

@@ -47,7 +47,7 @@ def written() -> Iterator[Written]:
     root.handlers, root.level = handlers, level
 
 
-@pytest.mark.parametrize("name", ["request", "config_change", "operator_retried_job"])
+@pytest.mark.parametrize("name", ["request", "config_change", "operator_retried_job", "webhook_lost"])
 def test_what_is_said_of_one_thing_each_is_always_written(written: Written, name: str) -> None:
     for number in range(3 * CALM_LINES):
         written.say(1000.0 + number / 100, name)

@@ -834,7 +834,7 @@ def test_an_exception_stays_on_one_line() -> None:
     assert "ValueError: boom" in json.loads(line)["exception"]
 
 
-DELIVERY = Delivery("evt_1", "ops", claim=1, failures=1, body=b"{}")
+DELIVERY = Delivery("evt_1", "ops", claim=1, failures=1, body=b'{"data":{"id":"resp_7"}}')
 
 
 @pytest.mark.parametrize(
@@ -843,19 +843,20 @@ DELIVERY = Delivery("evt_1", "ops", claim=1, failures=1, body=b"{}")
         pytest.param(
             failed(DELIVERY, "HTTP 500"),
             "WARNING",
-            "webhook ops: evt_1 failed: HTTP 500; attempt 2 of 10, the next in ",
+            "webhook ops: evt_1 (resp_7) failed: HTTP 500; attempt 2 of 10, the next in ",
             id="again",
         ),
         pytest.param(
             failed(replace(DELIVERY, failures=9), "HTTP 500"),
             "ERROR",
-            "webhook ops: evt_1 failed: HTTP 500; given up after 10 attempts",
+            "webhook ops: evt_1 (resp_7) failed: HTTP 500; given up after 10 attempts",
             id="given-up",
         ),
         pytest.param(
             judge(DELIVERY, 410),
             "ERROR",
-            "webhook ops: evt_1 failed: HTTP 410; nothing more is sent to it until the gateway restarts",
+            "webhook ops: evt_1 (resp_7) failed: HTTP 410; "
+            "nothing more is sent to it until the gateway restarts",
             id="gone",
         ),
         pytest.param(
@@ -863,7 +864,7 @@ DELIVERY = Delivery("evt_1", "ops", claim=1, failures=1, body=b"{}")
                 DELIVERY, WebhookOutcome.DROPPED, "too many deliveries are already waiting for it"
             ),
             "ERROR",
-            "webhook ops: evt_1 failed: too many deliveries are already waiting for it; "
+            "webhook ops: evt_1 (resp_7) failed: too many deliveries are already waiting for it; "
             "this delivery was dropped",
             id="dropped",
         ),
@@ -876,7 +877,9 @@ def test_a_webhook_that_fails_has_a_line(
     (record,) = caplog.records
     assert record.levelname == level
     assert record.message.startswith(line)
-    assert record.fields["outcome"] == attempt.outcome.value  # type: ignore[attr-defined]
+    fields = record.fields  # type: ignore[attr-defined]
+    assert (fields["outcome"], fields["subject"]) == (attempt.outcome.value, "resp_7")
+    assert fields["event"] == ("webhook_failed" if level == "WARNING" else "webhook_lost")
 
 
 def test_a_webhook_that_is_delivered_has_none(caplog: pytest.LogCaptureFixture) -> None:
