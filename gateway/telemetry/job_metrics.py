@@ -9,12 +9,17 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.core.jobs import AttemptEnd, AttemptOutcome, JobOutcome, JobStatus, QueueSnapshot
+from gateway.core.jobs import AttemptEnd, AttemptOutcome, Beginning, JobOutcome, JobStatus, QueueSnapshot
+from gateway.telemetry.series import Before
 
 QUEUE_BUCKETS_S = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 1800, 3600, 7200, 14400, 28800, 57600, 86400)
 DURATION_BUCKETS_S = (1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 57600, 86400)
 """Buckets of waits and durations of jobs. A choice: from jobs served at once to those that wait for a night
 or a day."""
+
+
+ENDED_BY_WORKERS = (JobStatus.COMPLETED, JobStatus.INCOMPLETE, JobStatus.FAILED)
+"""The statuses that an attempt may give a job."""
 
 
 class JobMetrics:
@@ -36,6 +41,8 @@ class JobMetrics:
             snapshot: Returns the latest snapshot of the queue; None before the first one.
             now: Returns monotonic seconds.
         """
+        self._lanes = lanes
+        registry.register(Before(self._begin))
         self.attempts = Counter(
             "gateway_job_attempts",
             "Finished attempts at jobs by this process's worker, by how they began and ended.",
@@ -63,6 +70,15 @@ class JobMetrics:
             registry=registry,
         )
         registry.register(_Queue(lanes, snapshot, now))
+
+    def _begin(self) -> None:
+        """Start at zero for every lane: a series that appears with its first event shows no increase."""
+        for lane in self._lanes():
+            for beginning in Beginning:
+                for outcome in AttemptOutcome:
+                    self.attempts.labels(lane, beginning.value, outcome.value)
+            for status in ENDED_BY_WORKERS:
+                self.ended.labels(lane, status.value)
 
     def attempt_ended(self, end: AttemptEnd) -> None:
         """Count a finished attempt at a job."""

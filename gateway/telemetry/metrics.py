@@ -12,14 +12,13 @@ from enum import StrEnum
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from gateway.core.box_swaps import Swap, SwapCause
 from gateway.core.health import BackendStatus, State
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.webhooks import WebhookAttempt, WebhookOutcome
 from gateway.open_files import has_folder, used
-from gateway.telemetry.series import Collected, Counters, Histograms
+from gateway.telemetry.series import Before, Collected, Counters, Histograms
 
 TTFT_BUCKETS_S = (0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)
 """Those of vLLM 0.32 from 20 ms on, with 320 s added, just above the longest published first token (319 s),
@@ -101,7 +100,7 @@ class Metrics:
         self._noted: dict[tuple[str, str, str], list[_Figures]] = {}  # by class, pool and backend
         self._paces: dict[tuple[str, str], list[_Pace]] = {}  # of streams, by class and backend
         self._noted_count = 0
-        registry.register(_Before(self._count_noted))
+        registry.register(Before(self._count_noted))
         self.requests = Counters(
             "gateway_requests",
             "Requests that have ended, by how they ended.",
@@ -438,17 +437,6 @@ def _timeliness(record: RequestRecord, at: float) -> Timeliness | None:
     if not record.stream or not record.route or record.due_s is None:
         return None
     return Timeliness.LATE if at - record.received_at > record.due_s else Timeliness.TIMELY
-
-
-class _Before(Collector):
-    """No metric: does something before the metrics that are registered later are collected."""
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act = act
-
-    def collect(self) -> Iterator[Metric]:
-        self._act()
-        yield from ()
 
 
 class _Process(ProcessCollector):

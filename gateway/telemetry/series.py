@@ -6,7 +6,7 @@ another thread uses prometheus_client's.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from math import inf
@@ -23,6 +23,23 @@ from gateway.clock import SystemClock
 Labels = tuple[str, ...]
 
 _CLOCK = SystemClock()
+
+
+class Before(Collector):
+    """No metric: does something before the metrics that are registered later are collected."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        """Do this."""
+        self._act = act
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing; without this, the registry would collect it when it is registered."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Do it, and yield nothing."""
+        self._act()
+        yield from ()
 
 
 class Collected(Collector):

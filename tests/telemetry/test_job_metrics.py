@@ -3,10 +3,11 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from gateway.core.jobs import (
     AttemptEnd,
@@ -88,6 +89,16 @@ def test_of_a_store_that_never_answered_only_that_is_known(world: World) -> None
     assert world.value("gateway_jobs_drained") is None
     assert world.value("gateway_jobs", lane=LANE, status="queued") is None
     assert world.value("gateway_store_jobs_ended_total", lane=LANE, outcome="poisoned") is None
+
+
+def test_counters_are_there_before_their_first_event(world: World) -> None:
+    generate_latest(world.registry)  # a first scrape; a query cannot see a rise from nothing
+    for lane in (LANE, "m/push"):
+        for status in ("completed", "incomplete", "failed"):
+            assert world.value("gateway_jobs_ended_total", lane=lane, status=status) == 0
+        for one in product(Beginning, AttemptOutcome):
+            labels = dict(zip(("beginning", "outcome"), one, strict=True))
+            assert world.value("gateway_job_attempts_total", lane=lane, **labels) == 0
 
 
 def test_a_job_that_is_given_up_has_ended(world: World) -> None:
