@@ -1,9 +1,9 @@
-"""The metrics of a gateway that has had traffic: no label is a caller's choice, every query finds its own."""
+"""The metrics of a gateway: no label is a caller's choice, every query finds its own, faults raise alerts."""
 
 import json
 import re
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -12,9 +12,11 @@ from typing import Any
 import anyio
 import httpx
 import yaml
+from anyio.abc import SocketStream
 from prometheus_client.parser import text_string_to_metric_families
 from support.prometheus import Prometheus, program, prometheus
-from support.redis_server import own_server
+from support.raw_server import answer_of, raw_server
+from support.redis_server import RedisServer, own_server
 from support.site import Site, simulated, site
 
 from gateway.core.box import State as BoxState
@@ -26,6 +28,7 @@ from gateway.core.swap_policy import Cause
 from gateway.core.usage import Ending
 from gateway.core.values import Exclusion
 from gateway.core.webhooks import WebhookOutcome
+from gateway.simulator import Fault, FaultOrder
 from gateway.store.fallback import Mode
 from gateway.telemetry.metrics import Timeliness
 from gateway.telemetry.tracing import KeepReason
@@ -285,3 +288,118 @@ async def test_every_query_is_answered_from_a_running_gateway(tmp_path: Path) ->
         "gateway:requests_failed:ratio5m",
         "gateway:first_tokens_late:ratio5m",
     }
+
+
+# ------------------------------------------------------------------ alerts
+
+ONE_EACH = {
+    "GatewayClassNoBackend": {"model": "other", "traffic_class": "all"},
+    "GatewayConfigReloadFailed": {},
+    "GatewayJobsDrained": {},
+    "GatewayJobsExpired": {"lane": "other/all"},
+    "GatewayJobsPoisoned": {"lane": "gemma-4/short_chat"},
+    "GatewayRequestsFail": {},
+    "GatewayWebhooksFail": {},  # for both endpoints
+    "GatewayWebhooksLost": {"endpoint": "gone"},
+}
+"""What each of the faults in the test raises, with what it has to name."""
+
+OVER_WITH_ITS_CAUSE = {"GatewayClassNoBackend", "GatewayConfigReloadFailed", "GatewayJobsDrained"}
+STORE = {"GatewayJobsStoreAway", "GatewayStoreAlone"}
+
+
+def at_once(folder: Path) -> Path:
+    """Write the rules down such that an alert fires when its condition holds, not some time later."""
+    document = yaml.safe_load(RULES.read_text())
+    for group in document["groups"]:
+        for rule in group["rules"]:
+            rule.pop("for", None)
+    path = folder / "rules.yml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+async def firing(server: Prometheus) -> dict[str, list[Mapping[str, str]]]:
+    """Return the labels of what fires, by alert."""
+    found: dict[str, list[Mapping[str, str]]] = {}
+    for alert in (await server.get("alerts"))["alerts"]:
+        found.setdefault(alert["labels"]["alertname"], []).append(alert["labels"])
+    return found
+
+
+@asynccontextmanager
+async def faulty_site(folder: Path, store: RedisServer) -> AsyncIterator[Site]:
+    """Run a gateway with two models, a backend each, and two endpoints that take no webhook."""
+    (folder / "secret").write_text("whsec_" + "x" * 32)
+
+    async def gone(stream: SocketStream, number: int) -> None:
+        await stream.send(answer_of(b"", "410 Gone"))
+
+    async with raw_server(gone) as receiver:
+        urls = {"gone": receiver.url, "silent": f"http://127.0.0.1:{free_port()}"}
+        hook = {"secret_file": "secret", "allow_private": True, "events": ["response.failed"]}
+        async with site(
+            folder,
+            fleet=simulated({"light-0": "h100-tp1-light", "light-1": "h100-tp1-light"}),
+            pools={"light": ["light-0"], "other": ["light-1"]},
+            models={
+                "gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]},
+                "other": {"classes": [{"class": "all", "pools": ["other"]}]},
+            },
+            store={"url": store.url},
+            jobs={"attempts_max": 1},
+            webhooks={name: {"url": url, **hook} for name, url in urls.items()},
+        ) as running:
+            yield running
+
+
+async def test_faults_of_a_running_gateway_raise_their_alerts(tmp_path: Path) -> None:
+    program("prometheus")
+    folder = tmp_path / "store"
+    folder.mkdir()
+    with own_server("valkey-9", folder, keeps=True) as store:
+        async with faulty_site(tmp_path, store) as running, running.http() as client:
+            target = running.admin_url.removeprefix("http://")
+            async with prometheus(tmp_path, target, free_port(), at_once(tmp_path)) as server:
+                await raise_and_mend(running, client, server, store)
+
+
+async def raise_and_mend(
+    running: Site, client: httpx.AsyncClient, server: Prometheus, store: RedisServer
+) -> None:
+    """Have one thing after the other fail, and wait for its alert; mend it, and wait for the alert's end."""
+
+    async def until(expected: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any]:
+        with anyio.fail_after(60):
+            while not expected(found := await firing(server)):
+                await ask(client, "/v1/chat/completions", CHAT)
+        return found
+
+    with anyio.fail_after(60):
+        while not await server.query("count_over_time(gateway_store_jobs_ended_total[1m]) > 2"):
+            await ask(client, "/v1/chat/completions", CHAT)
+    await until(lambda found: not {*ONE_EACH, *STORE} & {*found})
+
+    path, job = running.gateway.settings.path, {"input": "hi", "background": True}
+    good = path.read_bytes()
+    path.write_text("pools: [")
+    running.backends["light-0"].order(FaultOrder(Fault.ERROR))
+    running.backends["light-1"].order(FaultOrder(Fault.REFUSE, for_s=1e6))
+    await ask(client, "/v1/responses", job | {"model": "other"}, x_gateway_expires_s="1")
+    await ask(client, "/v1/responses", job | {"model": "gemma-4"})
+    await until(lambda found: "GatewayJobsPoisoned" in found)
+    await client.post(f"{running.admin_url}/admin/jobs/drain")
+    found = await until(lambda found: {*ONE_EACH} <= {*found})
+    for alert, labels in ONE_EACH.items():
+        assert all(labels.items() <= one.items() for one in found[alert]), found[alert]
+
+    path.write_bytes(good)
+    for backend in running.backends.values():
+        backend.order(None)
+    await client.post(f"{running.admin_url}/admin/jobs/undrain")
+    await until(lambda found: not OVER_WITH_ITS_CAUSE & {*found})
+
+    store.kill()
+    await until(lambda found: {*found} >= STORE)
+    store.start()
+    await until(lambda found: not STORE & {*found})
