@@ -65,7 +65,7 @@ from gateway.store.keeper import start_store
 from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
 from gateway.store.process_name import process_name
-from gateway.tasks import tasks_beside
+from gateway.tasks import TasksBeside
 from gateway.telemetry import gauges, logs
 from gateway.telemetry.journal import Journal
 from gateway.telemetry.logs import RequestLog
@@ -592,7 +592,7 @@ async def serve(
         anyio.open_signal_receiver(RELOAD_SIGNAL) as hints,
     ):
         settings.require(environ)  # before a store is started, which may read for minutes what it keeps
-        async with tasks_beside(ConfigError) as tasks:
+        async with TasksBeside(ConfigError) as tasks:
             if settings.jobs_folder is None:
                 own: Settings | None = settings
             elif settings.is_job_worker:

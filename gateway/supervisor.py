@@ -34,7 +34,7 @@ from gateway.settings import Settings, beside, load
 from gateway.settings.files import read
 from gateway.sockets import bind, require_free, url_of
 from gateway.store.keeper import next_pause_s, start_store
-from gateway.tasks import tasks_beside
+from gateway.tasks import TasksBeside
 from gateway.telemetry import logs
 
 log = logging.getLogger("gateway.supervisor")
@@ -160,7 +160,7 @@ async def serve(
 
         # A connection that nobody will accept is to be refused, as soon as the last worker has let go, too.
         group = WorkerGroup(_end_s(settings), announce, on_last_started=listen.close)
-        async with tasks_beside(ConfigError) as tasks:
+        async with TasksBeside(ConfigError) as tasks:
             tasks.start_soon(logs.run, SystemClock())
             if settings.store is None:
                 url = await start_store(tasks, settings.jobs_folder, signals)
@@ -334,7 +334,7 @@ class WorkerGroup:
         self, order: Order, process: Process, hear: Callable[[], Awaitable[object]]
     ) -> AsyncIterator[None]:
         """Kill a process that gives no sign of life for long while the block runs; `hear` waits for one."""
-        async with tasks_beside() as tasks:
+        async with TasksBeside() as tasks:
             tasks.start_soon(self._kill_if_silent, order, process, hear)
             yield
 

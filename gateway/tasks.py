@@ -1,24 +1,38 @@
 """Tasks that run beside a block, and end with it."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from types import TracebackType
 
 import anyio
 from anyio.abc import TaskGroup
 
 
-@asynccontextmanager
-async def tasks_beside(*errors: type[Exception]) -> AsyncIterator[TaskGroup]:
-    """Yield a task group that is cancelled at the end of the block.
+class TasksBeside:
+    """Yields a task group that is cancelled at the end of the block.
 
     Such `errors` of the block are raised as they are; a task group alone would wrap them.
+
+    A class, because of CPython 3.13: there, an error that leaves a generator's block refers to the frame that
+    has thrown it in, and that to the error, and both to what the block held until the garbage collector runs.
     """
-    failure: Exception | None = None
-    async with anyio.create_task_group() as tasks:
+
+    def __init__(self, *errors: type[Exception]) -> None:
+        """Raise these as they are."""
+        self._errors = errors
+        self._tasks = anyio.create_task_group()
+
+    async def __aenter__(self) -> TaskGroup:
+        """Begin the block."""
+        return await self._tasks.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        """Cancel the tasks, and wait for them."""
         try:
-            yield tasks
-        except errors as error:
-            failure = error
-        tasks.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
+            if error is None or isinstance(error, self._errors):
+                self._tasks.cancel_scope.cancel()
+                await self._tasks.__aexit__(None, None, None)
+                return None
+            return await self._tasks.__aexit__(kind, error, traceback)
+        finally:
+            del error, traceback

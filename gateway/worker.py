@@ -24,7 +24,7 @@ from gateway.exiting import RELOAD_SIGNAL, STOP_SIGNALS, bounded_exit
 from gateway.settings import Settings
 from gateway.standard_streams import full_disk_told
 from gateway.supervisor import REREAD, STOP, Order, Report
-from gateway.tasks import tasks_beside
+from gateway.tasks import TasksBeside
 from gateway.telemetry import logs
 
 STDIN, STDOUT, STDERR = 0, 1, 2
@@ -77,7 +77,7 @@ async def _serve(
 
     gateway = app.Gateway(own, os.environ)
     hints_out, hints = anyio.create_memory_object_stream[None](1)
-    async with hints_out, hints, tasks_beside(ConfigError) as tasks:
+    async with hints_out, hints, TasksBeside(ConfigError) as tasks:
         tasks.start_soon(app.reread_on, hints, gateway)
         await app.serve_until(_told(heard, hints_out), gateway, ready=ready, listen=listen)
 

@@ -27,7 +27,7 @@ from gateway.downstream.relay import PIECE_BYTES, HeldAnswers, HttpDownstream
 from gateway.pipeline import LEFT_STATUS, CallerStalled
 from gateway.pipeline.caller import while_caller_reads
 from gateway.ports import Clock, Headers, IdempotencyStore, Recorder
-from gateway.tasks import tasks_beside
+from gateway.tasks import TasksBeside
 
 RETRY_AFTER_S = 2
 """Retry-After while the answer is in progress. A choice: every OpenAI client retries after a 409, but twice
@@ -100,7 +100,7 @@ class IdempotentRequests:
         mark = HeldKey(self.rules, claim)
         recording = Recording(downstream, mark, self)
         try:
-            async with tasks_beside(GatewayError, CallerStalled, OSError) as tasks:
+            async with TasksBeside(GatewayError, CallerStalled, OSError) as tasks:
                 tasks.start_soon(mark.renew)
                 await work(recording)
         finally:

@@ -15,7 +15,7 @@ from gateway.core.value import valueclass
 from gateway.downstream.errors import envelope, headers_of
 from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Headers
-from gateway.tasks import tasks_beside
+from gateway.tasks import TasksBeside
 
 FINISH_S = 30.0
 """How long the end of a body may wait for a caller that does not read. A choice: the backend has finished."""
@@ -310,7 +310,7 @@ async def run_for_caller(work: Callable[[], Awaitable[None]], receive: Receive) 
     Raises:
         GatewayError, CallerStalled: as raised by `work`.
     """
-    async with tasks_beside(GatewayError, CallerStalled) as tasks:
+    async with TasksBeside(GatewayError, CallerStalled) as tasks:
         tasks.start_soon(_cancel_when_gone, receive, tasks.cancel_scope)
         with suppress(OSError):  # the server may notice the closed socket before `receive` reports it
             await work()

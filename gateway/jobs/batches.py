@@ -40,7 +40,7 @@ from gateway.core.value import valueclass
 from gateway.events import about
 from gateway.jobs.record import AGAIN_S
 from gateway.ports import BatchStore, FileStore, JobStore
-from gateway.tasks import tasks_beside
+from gateway.tasks import TasksBeside
 from gateway.threads import decoded
 
 log = logging.getLogger("gateway.jobs")
@@ -139,7 +139,7 @@ class BatchRunner:
 
     async def _work(self, claim: BatchClaim) -> None:
         try:
-            async with tasks_beside(BatchLost, StoreUnavailable) as tasks:
+            async with TasksBeside(BatchLost, StoreUnavailable) as tasks:
                 tasks.start_soon(self._renew, claim)
                 await self._work_off(claim)
         except BatchLost:

@@ -25,7 +25,7 @@ from gateway.simulator.box_options import Boot, BoxOptions
 from gateway.simulator.door import ClientConnection, Door, cut_connections, wire
 from gateway.simulator.options import Fault, FaultOrder, SimulatorOptions
 from gateway.simulator.server import Simulator, behind
-from gateway.tasks import tasks_beside
+from gateway.tasks import TasksBeside
 
 _REMEMBERED = 1000
 """Maximum number of swaps, residencies and violations kept, each. A choice."""
@@ -274,7 +274,7 @@ async def simulated_box(options: BoxOptions) -> AsyncIterator[Box]:
         for name, given in options.models.items():
             own = _held(doors, given.host, given.port)
             models[name] = Model(name, replace(given, port=own.port), own, options.boots.get(name, ()))
-        async with tasks_beside(Exception) as tasks:
+        async with TasksBeside(Exception) as tasks:
             running = Box(options, models, door, tasks)
             try:
                 await running.open()

@@ -26,7 +26,7 @@ from gateway.simulator.faults import OF_THE_SERVER, Faults
 from gateway.simulator.host import EngineHost
 from gateway.simulator.options import Fault, FaultOrder, SimulatorOptions
 from gateway.simulator.tally import Tally
-from gateway.tasks import tasks_beside
+from gateway.tasks import TasksBeside
 
 _BOOT_S = 120.0
 """Boot time where nobody published one. A choice between the published 147 s and 60 s."""
@@ -325,7 +325,7 @@ async def behind(
     door: Door, options: SimulatorOptions, memory: Memory | None = None
 ) -> AsyncIterator[Simulator]:
     """Run a server behind a port that is there already; it is yielded before it boots. Leaving kills it."""
-    async with tasks_beside(Exception) as tasks:
+    async with TasksBeside(Exception) as tasks:
         server = Simulator(options, tasks, door, memory)
         try:
             tasks.start_soon(server.keep_date)

@@ -11,7 +11,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from gateway.core.errors import ConfigError, StartupBlocked
 from gateway.events import about
 from gateway.store.embedded import temporary_folder, valkey_in
-from gateway.tasks import tasks_beside
+from gateway.tasks import TasksBeside
 
 log = logging.getLogger("gateway.store")
 
@@ -83,7 +83,7 @@ async def start_store(tasks: TaskGroup, folder: Path | None, stops: AsyncIterato
         is_told = True
         race.cancel_scope.cancel()
 
-    async with tasks_beside(ConfigError) as race:
+    async with TasksBeside(ConfigError) as race:
         race.start_soon(wait_told)
         url = await tasks.start(keep_store, folder)
     return None if is_told else url
