@@ -293,16 +293,17 @@ async def test_a_task_that_is_cancelled_is_cancelled() -> None:
 
 
 async def test_of_many_each_ends_its_own_block_in_time() -> None:
-    shared, ended = Deadlines(asyncio.get_running_loop()), []
-    now = anyio.current_time()
+    shared, now = Deadlines(asyncio.get_running_loop()), anyio.current_time()
+    early: dict[float, float] = {}  # how much too early each block ended, by when it should
 
-    async def limited(name: str, at: float, moved_to: float | None = None) -> None:
+    async def limited(at: float, moved_to: float | None = None) -> None:
         with Deadline(shared, at) as deadline:
             if moved_to is not None:
                 deadline.move(moved_to)
             await anyio.sleep_forever()
         assert deadline.has_passed
-        ended.append(name)
+        due = at if moved_to is None else moved_to
+        early[round(due - now, 3)] = max(0.0, due - anyio.current_time())
 
     async def brief() -> None:
         with Deadline(shared, now + 0.005):  # its timer finds nothing left of it
@@ -311,12 +312,12 @@ async def test_of_many_each_ends_its_own_block_in_time() -> None:
     with anyio.fail_after(10):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(brief)
-            tasks.start_soon(limited, "third", now + 0.06)
-            tasks.start_soon(limited, "first", now + 100, now + 0.02)
-            tasks.start_soon(limited, "second", now + 0.04)
-            tasks.start_soon(limited, "fourth", now + 0.01, now + 0.08)
+            tasks.start_soon(limited, now + 0.06)
+            tasks.start_soon(limited, now + 100, now + 0.02)
+            tasks.start_soon(limited, now + 0.04)
+            tasks.start_soon(limited, now + 0.01, now + 0.08)
 
-    assert ended == ["first", "second", "third", "fourth"]
+    assert early == {0.02: 0, 0.04: 0, 0.06: 0, 0.08: 0}
     assert shared.at == inf  # nothing is looked for any more
 
 
