@@ -306,7 +306,7 @@ class Run:
         request = Request(Endpoint.CHAT, model.id, Prompt(), stream=True)
         estimate = Estimate(call.prompt, round(call.prompt * (1 + ESTIMATE_BAND)), CountMode.APPROXIMATE)
         demand = Demand.of(request, estimate, call.output)
-        prefill_s = fastest_prefill_s(policy, traffic_class, demand)
+        prefill_s = fastest_prefill_s(policy, traffic_class.pools[0], demand)
         ticket = Ticket(
             id=str(number),
             model=model.id,

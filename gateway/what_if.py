@@ -325,7 +325,7 @@ class WhatIf:
             demand=decision.demand,
             key=request.key,
             arrived_at=now,
-            prefill_s=fastest_prefill_s(policy, its, decision.demand),
+            prefill_s=fastest_prefill_s(policy, its.pools[0], decision.demand),
             prefix_shares={name: view.prefix_share for name, view in views.items() if view.prefix_share},
         )
         wait_s = line.expected_wait_s(ticket, now, views)

@@ -502,7 +502,7 @@ class Pipeline:
             demand,
             request.key,
             arrival.received_at,
-            fastest_prefill_s(policy, traffic_class, demand),
+            fastest_prefill_s(policy, traffic_class.pools[0], demand),
             incoming.size_bytes,
             None if wait_s is None else arrival.received_at + wait_s,
             _NO_FAILURES,

@@ -144,7 +144,7 @@ class PolicyRouter(Generic[A]):
             demand=demand,
             key=key,
             arrived_at=fleet.now,
-            prefill_s=fastest_prefill_s(policy, traffic_class, demand),
+            prefill_s=fastest_prefill_s(policy, traffic_class.pools[0], demand),
             size_bytes=asked.size_bytes,
             deadline=None if patience_s is None else fleet.now + patience_s,
             prefix_shares=held,

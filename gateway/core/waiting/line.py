@@ -469,22 +469,20 @@ class WaitingLine:
 
     def _offer(self, offer: Offer, now: float) -> None:
         entry = self._waiting[offer.ticket.id]
-        self._note_prefill(offer.ticket, offer.candidates[0].backend, now)
+        if offer.ticket.prefill_s > TIMED_PREFILL_S:
+            self._prefills_of(offer.candidates[0].backend).began_at = now
         self._remove(entry)
         self._note_offer(entry, offer, self._lane(entry.ticket).shares)
 
     def _started(self, ticket: Ticket, lane: Lane, backend: str, cost: int, now: float) -> None:
         lane.drain.note_started(now)
-        self._note_prefill(ticket, backend, now)
+        if ticket.prefill_s > TIMED_PREFILL_S:
+            self._prefills_of(backend).began_at = now
         self._tokens_started.add((ticket.model, ticket.traffic_class.name, ticket.key), cost, now)
         has_spilled = lane.home is not None and backend not in lane.home[1]
         if has_spilled:
             self._count_spilled(lane, backend, 1)
         self._running[ticket.id] = (lane, now, has_spilled)
-
-    def _note_prefill(self, ticket: Ticket, backend: str, now: float) -> None:
-        if ticket.prefill_s > TIMED_PREFILL_S:
-            self._prefills_of(backend).began_at = now
 
     def _count_spilled(self, lane: Lane, backend: str, change: int) -> None:
         spilled = self._spilled.setdefault(backend, Counter())

@@ -81,7 +81,7 @@ class Ticket:
         is_short = fresh * self.demand.prompt_tokens < pool.gates.long_prompt_tokens
         if is_short or pool.gates.long_prefills is None:
             return 0.0
-        return fresh * _fastest_s(self.policy, pool.id, self.demand) * self.demand.prompts
+        return fresh * fastest_prefill_s(self.policy, pool.id, self.demand) * self.demand.prompts
 
     @property
     def fits_all(self) -> bool:
@@ -122,12 +122,8 @@ def patient(waiting: Waiting) -> Waiting:
     )
 
 
-def fastest_prefill_s(policy: Policy, traffic_class: TrafficClass, demand: Demand) -> float:
-    """Return the prefill seconds of a prompt on the fastest backend of the class's first pool, idle."""
-    return _fastest_s(policy, traffic_class.pools[0], demand)
-
-
-def _fastest_s(policy: Policy, pool: str, demand: Demand) -> float:
+def fastest_prefill_s(policy: Policy, pool: str, demand: Demand) -> float:
+    """Return the prefill seconds of a prompt on the fastest backend of a pool, idle."""
     distinct = policy.distinct[pool]
     if len(distinct) == 1:
         return admission.prefill_s(distinct[0], demand)
