@@ -71,6 +71,7 @@ class Facts:
         learned: What its answers taught.
         started: Tokens of the requests it started, per flow.
         long_waiting: Per backend, the long prompts that wait for it as their first choice.
+        reading: Per backend, seconds until the latest long prompt that it sent there should be read.
         knee_shares: Per backend, the share of its knee (millionths) that its own measurements of TPOT lately
             led to.
         conversations: Which backends answered long conversations lately.
@@ -81,6 +82,7 @@ class Facts:
     learned: Learned = Learned()
     started: Mapping[Flow, int] = field(default_factory=dict)
     long_waiting: Mapping[str, int] = field(default_factory=dict)
+    reading: Mapping[str, float] = field(default_factory=dict)
     knee_shares: Mapping[str, int] = field(default_factory=dict)
     conversations: Conversations = Conversations()
 

@@ -42,7 +42,8 @@ class Peers:
         Args:
             fleet: Source of this process's health verdicts; receives those of peers.
             estimator: Source of learned statistics about prompt counting; receives those of peers.
-            line: Source of started tokens and waiting long prompts; accounts for those of peers.
+            line: Source of started tokens and of long prompts, waiting or being read; accounts for those of
+                peers.
             watch: Source of knee shares; applies the lowest one of all peers.
             prefixes: Source of where conversations were answered; hears where those of peers were.
             policy: Returns the current policy; facts about anything it does not contain are ignored.
@@ -70,6 +71,7 @@ class Peers:
             learned=self._estimator.learned(),
             started=self._line.tokens_started(self._clock.now()),
             long_waiting=self._line.long_waiting_here(),
+            reading=self._line.reading_here(self._clock.now()),
             knee_shares=self._watch.shares(),
             conversations=self._prefixes.conversations(self._clock.now()),
         )
@@ -86,6 +88,7 @@ class Peers:
             self._hear_of_conversations(gateway, told.conversations, old)
         self._estimator.note_learned(pooled(told.learned for told in facts.values()))
         self._watch.note_shares(least(told.knee_shares for told in facts.values()))
+        self._note_reading(facts)
         self._note_long_waiting(summed(told.long_waiting for told in facts.values()))
 
     def view(self) -> Mapping[str, Any]:
@@ -98,6 +101,7 @@ class Peers:
                 "margin_tokens": told.learned.p99_tokens,
                 "tokens_started": sum(told.started.values()),
                 "long_waiting": told.long_waiting,
+                "reading": told.reading,
                 "knee_shares": {name: share / WHOLE for name, share in told.knee_shares.items()},
                 "conversations": sum(map(len, told.conversations.answered.values())),
                 "hashes_alike": told.conversations.hashing == HASHING,
@@ -141,6 +145,14 @@ class Peers:
         for (model, name, key), tokens in started.items():
             if (model, name) in classes and key in self._keys:
                 self._line.charge(model, name, key, tokens)
+
+    def _note_reading(self, facts: Mapping[str, Facts]) -> None:
+        backends, now = self._policy().backends, self._clock.now()
+        until: dict[str, dict[str, float]] = {}
+        for gateway, told in facts.items():
+            for name in told.reading.keys() & backends.keys():
+                until.setdefault(name, {})[gateway] = now + told.reading[name]
+        self._line.note_reading(until)
 
     def _note_long_waiting(self, counts: Mapping[str, int]) -> None:
         if counts != self._long_waiting:

@@ -647,8 +647,7 @@ class Pipeline:
             self._report(context)
             if is_seen:
                 if slot.load.long_unanswered:
-                    load = self._ledger.load(backend.id)
-                    self.room.line.prefilled(ticket.id, backend.id, load, self._clock.now())
+                    self.room.line.prefilled(ticket.id, backend.id, self._clock.now())
                 await self._ledger.answered(slot)
 
         deadlines = self._deadlines

@@ -219,7 +219,7 @@ class WaitingRoom:
             return None
         slot = self._ledger.acquire_at_once(first.backend, first.claim, first.limits)
         if slot is not None:
-            self.line.start_at_once(ticket, first.backend, now)
+            self.line.start_at_once(ticket, first, now)
         return slot
 
     async def _take_all(self, offers: Sequence[Offer]) -> bool:

@@ -73,9 +73,7 @@ class PolicyRouter(Generic[A]):
         """Its prefill work is done."""
         slot = self._slots[fate.arrival.id]
         if slot.load.long_unanswered:
-            self._line.prefilled(
-                str(fate.arrival.id), slot.backend, self._ledger.load(slot.backend), fleet.now
-            )
+            self._line.prefilled(str(fate.arrival.id), slot.backend, fleet.now)
         at_once(self._ledger.answered(slot))
         self.look(fleet)
 

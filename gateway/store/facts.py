@@ -8,7 +8,7 @@ including the range of each number; invalid facts and other versions are ignored
      "attempts": {"light-0": [served, failed]},
      "ratios": {"latin": [answers, mean_log]}, "margin": p99_tokens,
      "started": [["gemma-4", "short_chat", "name of a key or null", tokens]],
-     "long_waiting": {"push": 2},
+     "long_waiting": {"push": 2}, "reading": {"push": left_s},
      "knee_shares": {"light-0": 900000},
      "hashing": -123, "conversations": {"light-0": [[number, key]]}}
 """
@@ -45,10 +45,12 @@ FEW_MAX = 10_000
 A number out of range would make all facts of a gateway invalid."""
 
 LEFT_MAX_S = 86_400.0
-"""Maximum remaining time of a verdict. A choice: a day; longer ones are sent as this, for the same reason."""
+"""Maximum remaining time of a verdict or a prefill. A choice: a day; longer ones are sent as this, for the
+same reason."""
 
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Few = Annotated[int, Meta(ge=0, le=FEW_MAX)]
+_Left = Annotated[float, Meta(ge=0, le=LEFT_MAX_S)]
 _Share = Annotated[int, Meta(ge=1, le=WHOLE)]
 _Hash = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _KINDS = {kind.value: kind for kind in TextKind}
@@ -58,7 +60,7 @@ class _Verdict(Struct):
     number: Annotated[int, Meta(ge=1, le=2**53)]
     state: Literal["ejected", "draining"]
     reason: str
-    left_s: Annotated[float, Meta(ge=0, le=LEFT_MAX_S)]
+    left_s: _Left
     ejections: _Few = 0
 
 
@@ -74,6 +76,7 @@ class _Document(Struct):
     margin: _Count = 0
     started: list[tuple[str, str, str | None, _Count]] = []
     long_waiting: dict[str, _Few] = {}
+    reading: dict[str, _Left] = {}
     knee_shares: dict[str, _Share] = {}
     hashing: _Hash = 0
     conversations: dict[str, Annotated[list[tuple[_Count, _Hash]], Meta(max_length=TOLD_MAX)]] = {}
@@ -87,7 +90,7 @@ def encode(facts: Facts) -> str:
                 number=verdict.number,
                 state="draining" if verdict.state is State.DRAINING else "ejected",
                 reason=_plain(verdict.reason),
-                left_s=min(round(verdict.left_s, 3), LEFT_MAX_S),
+                left_s=_left(verdict.left_s),
                 ejections=min(verdict.ejections, FEW_MAX),
             )
             for name, verdict in facts.verdicts.items()
@@ -97,6 +100,7 @@ def encode(facts: Facts) -> str:
         margin=facts.learned.p99_tokens,
         started=[(*flow, tokens) for flow, tokens in facts.started.items()],
         long_waiting={name: min(count, FEW_MAX) for name, count in facts.long_waiting.items()},
+        reading={name: _left(left_s) for name, left_s in facts.reading.items()},
         knee_shares=dict(facts.knee_shares),
         hashing=facts.conversations.hashing,
         conversations={name: list(told) for name, told in facts.conversations.answered.items()},
@@ -130,11 +134,16 @@ def decode(text: str) -> Facts | None:
         ),
         started={(model, name, key): tokens for model, name, key, tokens in document.started},
         long_waiting=document.long_waiting,
+        reading=document.reading,
         knee_shares=document.knee_shares,
         conversations=Conversations(
             document.hashing, {name: tuple(told) for name, told in document.conversations.items()}
         ),
     )
+
+
+def _left(left_s: float) -> float:
+    return min(round(left_s, 3), LEFT_MAX_S)
 
 
 def _plain(reason: str) -> str:

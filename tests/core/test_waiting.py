@@ -170,7 +170,7 @@ def in_one_step(site: Site, name: str, now: float = 0.0, **fields: object) -> bo
         return False
     site.loads[ranked[0].backend] += ranked[0].claim
     site.taken[name] = (ranked[0].backend, ranked[0].claim)
-    site.line.start_at_once(ticket, ranked[0].backend, now)
+    site.line.start_at_once(ticket, ranked[0], now)
     return True
 
 
@@ -2503,7 +2503,7 @@ def test_what_waits_is_counted_for_each_backend_of_the_first_pool_that_could_tak
 def test_of_what_has_ended_somewhere_the_latest_to_start_is_known() -> None:
     site = Site()
     for name, at in (("first", 1.0), ("second", 2.0)):
-        site.line.start_at_once(site.ticket(name, at, traffic_class=CHAT), "light", at)
+        in_one_step(site, name, at, traffic_class=CHAT)
     site.line.released("second", "light", 3.0)
     site.line.released("first", "light", 4.0)
 
@@ -2779,7 +2779,7 @@ class Library(Site):
     def read(self, name: str, now: float) -> None:
         """Let a server emit the first token of a document."""
         backend, _ = self.taken[name]
-        self.line.prefilled(name, backend, self.loads[backend], now)
+        self.line.prefilled(name, backend, now)
         self.answered(name)
 
     def wait_s(self, now: float, **fields: object) -> float | None:
@@ -2867,6 +2867,92 @@ def test_a_forecast_learns_how_long_prefills_take() -> None:
     site.start(now)
 
     assert site.wait_s(now) == pytest.approx(2 * (40 + 20), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"traffic_class": TrafficClass("chat", ("push",)), "prompt": 2_000},
+        {"prompt": 80_000, "prefix_shares": {"push": 0.975}},
+    ],
+    ids=["a-chat", "the-next-turn-of-a-long-conversation"],
+)
+def test_what_starts_beside_a_document_does_not_make_it_take_longer(asked: Mapping[str, Any]) -> None:
+    site = Library()
+    site.document("read-now", 0.0, 40_000)
+    site.start()
+    site.document("beside", 30.0, asked["prompt"], **asked)
+    assert site.start(30.0) == ["beside"]
+    site.document("second", 35.0, 20_000)
+    site.start(35.0)
+
+    assert site.wait_s(35.0) == pytest.approx(5 + 20)
+
+
+def test_where_two_are_read_at_once_a_third_waits_for_the_first_of_them() -> None:
+    site = Library(long_prefills=2)
+    site.document("first", 0.0, 40_000)
+    site.document("second", 0.0, 60_000)
+    assert len(site.start()) == 2
+    site.document("third", 10.0, 20_000)
+    site.start(10.0)
+
+    assert site.wait_s(10.0) == pytest.approx(30 + 20)
+    site.read("first", 40.0)
+    assert site.start(40.0) == ["third"]
+    site.document("fourth", 50.0, 20_000)
+    site.start(50.0)
+    assert site.wait_s(50.0) == pytest.approx(50 + 20)  # the second one's turn came when the first was read
+
+
+def test_a_document_whose_caller_leaves_or_whose_place_was_gone_is_not_read() -> None:
+    site = Library()
+    site.document("leaves", 0.0, 80_000)
+    site.start()
+    site.end("leaves", 50.0, answered=False)
+    site.document("missed", 50.0, 80_000)
+    site.turn(50.0)
+    site.line.missed("missed", ["push"], 50.0)
+    assert site.line.reading_here(60.0) == {}
+    site.start(60.0)
+    site.document("second", 70.0, 20_000)
+    site.start(70.0)
+
+    assert site.line.reading_here(70.0) == {"push": 70.0}
+    assert site.wait_s(70.0) == pytest.approx(70 + 20)
+
+
+def test_where_no_first_token_is_seen_the_latest_document_is_the_one_that_is_read() -> None:
+    site = Library()
+    site.document("read", 0.0, 100_000)
+    site.start()
+    site.answered("read")  # by prediction
+    site.document("read-now", 100.0, 40_000)
+    site.start(100.0)
+    site.document("second", 110.0, 20_000)
+    site.start(110.0)
+
+    assert site.wait_s(110.0) == pytest.approx(30 + 20)
+
+
+def test_what_another_process_sent_is_read_as_long_as_it_says() -> None:
+    site = Library()
+    site.document("past", 0.0, 20_000)
+    site.start()
+    site.read("past", 20.0)
+    site.end("past", 30.0)
+    site.loads["push"] = Load(seqs=1, long_seqs=1, long_unanswered=1, prefill_ms=100_000)
+    site.document("second", 500.0, 20_000)
+    site.start(500.0)
+    assert site.wait_s(500.0) == pytest.approx(100 + 20)  # of which it knows nothing else yet
+
+    site.line.note_reading({"push": {"other": 510.0, "one of which it is over": 490.0}})
+
+    assert site.wait_s(500.0) == pytest.approx(10 + 20)
+    assert site.wait_s(520.0) == pytest.approx(20)
+    assert site.line.reading_here(500.0) == {}
+    site.line.note_reading({})
+    assert site.wait_s(500.0) == pytest.approx(100 + 20)
 
 
 def test_one_prompt_that_was_held_up_does_not_change_forecasts_much() -> None:

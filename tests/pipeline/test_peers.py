@@ -13,7 +13,7 @@ from gateway.core.conversations import HASHING, TOLD_MIN_TOKENS, Conversations
 from gateway.core.facts import Attempts, Facts, Learned
 from gateway.core.health import HealthRules, Outcome, ProbeOk, State, Verdict
 from gateway.core.selection import BackendView
-from gateway.core.values import CountMode, Demand, Load, Prompt, TemplateCosts, Turn
+from gateway.core.values import Candidate, CountMode, Demand, Load, Prompt, TemplateCosts, Turn
 from gateway.core.waiting import Ticket, WaitingLine
 from gateway.pipeline import BackendWatch, Peers
 from gateway.store.facts import decode, encode
@@ -293,6 +293,30 @@ def test_long_prompts_that_wait_elsewhere_are_added_up_and_forgotten(here: Gatew
     assert (here.line.long_waiting(), here.looks) == ({"push": 1}, 2)
 
 
+# ------------------------------------------------------------------ forecasts
+
+
+def test_what_others_read_is_told_and_heard(here: Gateway, there: Gateway) -> None:
+    document = next(one for one in MODEL.classes if one.pools[0] == "push")
+    demand = Demand(seqs=1, prompt_tokens=20_000, total_tokens=21_000)
+    place = Candidate("push", "push", claim=Load(seqs=1, long_seqs=1, long_unanswered=1, prefill_ms=30_000))
+    there.line.start_at_once(
+        Ticket("reads", MODEL.id, POLICY, document, demand, "a", arrived_at=0.0), place, there.clock.now()
+    )
+    facts = there.peers.facts()
+    assert facts.reading == {"push": 30.0}
+
+    here.hear(there=through_the_store(facts), other=Facts(reading={"not a backend of ours": 5.0}))
+
+    known = here.line._prefills
+    assert {name: prefills.elsewhere for name, prefills in known.items()} == {
+        "push": {"there": here.clock.now() + 30.0}
+    }
+    assert here.peers.facts().reading == {}
+    here.hear()
+    assert not known["push"].elsewhere
+
+
 # ------------------------------------------------------------------ for operators
 
 
@@ -302,6 +326,7 @@ def test_an_operator_sees_what_the_others_tell(here: Gateway, there: Gateway) ->
     facts = replace(
         there.peers.facts(),
         long_waiting={"push": 1},
+        reading={"push": 2.5},
         started={(MODEL.id, CHAT.name, "a"): 700},
         knee_shares={"push": 900_000},
     )
@@ -316,6 +341,7 @@ def test_an_operator_sees_what_the_others_tell(here: Gateway, there: Gateway) ->
         "margin_tokens": 0,
         "tokens_started": 700,
         "long_waiting": {"push": 1},
+        "reading": {"push": 2.5},
         "knee_shares": {"push": 0.9},
         "conversations": 0,
         "hashes_alike": True,
@@ -335,7 +361,7 @@ def test_the_slots_that_become_free_are_shared_with_those_that_are_heard(here: G
     demand = Demand(seqs=1, prompt_tokens=100, total_tokens=1_000)
     for name in ("ended", "running"):
         ticket = Ticket(name, MODEL.id, POLICY, CHAT, demand, "a", arrived_at=0.0)
-        here.line.start_at_once(ticket, "light-0", 0.0)
+        here.line.start_at_once(ticket, Candidate("light-0", "light"), 0.0)
     here.line.released("ended", "light-0", 10.0)
 
     assert rate() == pytest.approx(1 / 10)

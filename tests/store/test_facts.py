@@ -28,6 +28,7 @@ FULL = Facts(
     learned=Learned({TextKind.LATIN: Ratio(200, 0.03125), TextKind.CYRILLIC: Ratio(1, -0.25)}, 34),
     started={("gemma-4", "short_chat", "team a"): 123_456, ("gemma-4", "short_chat", None): 7},
     long_waiting={"push": 2},
+    reading={"push": 12.5},
     knee_shares={"light-0": 900_000},
     conversations=Conversations(-(2**63), {"push": ((1, -5), (3, 2**63 - 1)), "light-0": ((2, 0),)}),
 )
@@ -47,11 +48,12 @@ def test_what_is_written_is_read(facts: Facts) -> None:
 
 def test_what_has_no_bound_is_told_as_far_as_it_is_read() -> None:
     verdict = Verdict(1, State.EJECTED, "out for the 10,001st time", 90_000.0, 10_001)
-    told = decode(encode(Facts(verdicts={"a": verdict}, long_waiting={"a": 10_001})))
+    told = decode(encode(Facts(verdicts={"a": verdict}, long_waiting={"a": 10_001}, reading={"a": 1e9})))
 
     assert told is not None
     assert told.verdicts["a"] == replace(verdict, left_s=86_400.0, ejections=10_000)
     assert told.long_waiting == {"a": 10_000}
+    assert told.reading == {"a": 86_400.0}
 
 
 def test_a_fleet_that_is_down_is_told_in_full() -> None:
@@ -63,6 +65,7 @@ def test_a_fleet_that_is_down_is_told_in_full() -> None:
         attempts=dict.fromkeys(names, Attempts(10**9, 10**9)),
         started={("gemma-4", "short_chat", f"{number:0200}"): 10**12 for number in range(STARTED_MAX)},
         long_waiting=dict.fromkeys(names, 10_000),
+        reading=dict.fromkeys(names, 86_399.125),
         knee_shares=dict.fromkeys(names, 900_000),
     )
     assert decode(encode(facts)) == facts
@@ -106,6 +109,8 @@ def test_other_versions_say_nothing(text: str) -> None:
         '{"v": 1, "started": [["m", "c"]]}',
         '{"v": 1, "long_waiting": {"push": -1}}',
         '{"v": 1, "long_waiting": {"push": true}}',
+        '{"v": 1, "reading": {"push": -1}}',
+        '{"v": 1, "reading": {"push": 1e999}}',
         '{"v": 1, "x": "' + "x" * BYTES_MAX + '"}',
         '{"v": 1, "x": "' + "\u00e9" * (BYTES_MAX // 2) + '"}',
     ],

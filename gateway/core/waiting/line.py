@@ -16,7 +16,7 @@ from gateway.core.value import valueclass
 from gateway.core.values import Candidate, Load, WhenLate
 from gateway.core.waiting.drain import Drain
 from gateway.core.waiting.fairness import LOOKAHEAD, Entry, Home, Lane, Rank, Shares, merged
-from gateway.core.waiting.prefills import TIMED_PREFILL_S, Prefills, level
+from gateway.core.waiting.prefills import Prefills, level
 from gateway.core.waiting.room import Room, asks_no_less
 from gateway.core.waiting.tickets import Offer, Reason, Refused, Ticket, Turn, Waiter
 
@@ -248,11 +248,12 @@ class WaitingLine:
             return False
         return _expiry(ticket, now, ticket.traffic_class.waiting.max_wait_s) > now
 
-    def start_at_once(self, ticket: Ticket, backend: str, now: float) -> None:
-        """Note that a request has started at once on `backend`; it counts like an offer that was taken."""
+    def start_at_once(self, ticket: Ticket, place: Candidate, now: float) -> None:
+        """Note that a request has started at once on `place`; it counts like an offer that was taken."""
         lane, cost = self._settled(ticket), ticket.cost
         lane.shares.start(ticket.key, cost)
-        self._started(ticket, lane, backend, cost, now)
+        self._begin_prefill(ticket.id, place, now)
+        self._started(ticket, lane, place.backend, cost, now)
 
     def offer_at_once(self, ticket: Ticket, candidates: tuple[Candidate, ...], now: float) -> Offer | None:
         """Offer a request a slot without a turn, or return None if it has to enter the queue.
@@ -264,7 +265,7 @@ class WaitingLine:
             return None
         lane, entry = self._settled(ticket), self._entry(ticket, now)
         offer = Offer(ticket, selection.offered(candidates, ticket.demand, ticket.prefix_shares))
-        self._note_offer(entry, offer, lane.shares)
+        self._note_offer(entry, offer, lane.shares, now)
         return offer
 
     def leave(self, ticket_id: str) -> None:
@@ -275,7 +276,7 @@ class WaitingLine:
             return
         offered = self._offered.pop(ticket_id, None)
         if offered is not None:
-            offered.uncharge()
+            self._withdraw(offered)
 
     def offered(self) -> Mapping[str, Load]:
         """Return the load of unanswered offers per backend."""
@@ -296,6 +297,10 @@ class WaitingLine:
         offered = self._offered.pop(ticket_id)
         ticket = offered.entry.ticket
         offered.shares.advance(offered.tag)
+        self._end_prefill(ticket_id, offered.offer.candidates[0].backend)
+        self._begin_prefill(
+            ticket_id, next(one for one in offered.offer.candidates if one.backend == backend), now
+        )
         self._started(ticket, self._lane(ticket), backend, ticket.cost, now)
 
     def missed(self, ticket_id: str, backends: Sequence[str], now: float) -> None:
@@ -304,14 +309,12 @@ class WaitingLine:
             self._gone_until[name] = now + MISS_PAUSE_S
         offered = self._offered.pop(ticket_id, None)
         if offered is not None:
-            offered.uncharge()
+            self._withdraw(offered)
             self._insert(self._lane(offered.entry.ticket), offered.entry, now)
 
-    def prefilled(self, ticket_id: str, backend: str, load: Load, now: float) -> None:
-        """Note the first token of a long prompt; `load`: that of its backend until then."""
-        running = self._running.get(ticket_id)
-        if running is not None:
-            self._prefills_of(backend).learn(load, now - running[1])
+    def prefilled(self, ticket_id: str, backend: str, now: float) -> None:
+        """Note the first token of a long prompt."""
+        self._prefills_of(backend).read(ticket_id, now)
 
     def released(self, ticket_id: str, backend: str, now: float, *, answered: bool = True) -> None:
         """Note that a request that ran on `backend` has ended.
@@ -320,6 +323,7 @@ class WaitingLine:
         drain rate.
         """
         self._gone_until.pop(backend, None)
+        self._end_prefill(ticket_id, backend)
         running = self._running.pop(ticket_id, None)
         if running is not None:
             lane, since, has_spilled = running
@@ -346,6 +350,15 @@ class WaitingLine:
     def note_long_waiting(self, elsewhere: Mapping[str, int]) -> None:
         """Set the number of long prompts queued in other processes, per backend of their first pool."""
         self._long_elsewhere = dict(elsewhere)
+
+    def reading_here(self, now: float) -> Mapping[str, float]:
+        """Return, per backend, seconds until the latest long prompt sent there from here should be read."""
+        return {name: known.own_s(now)[-1] for name, known in self._prefills.items() if known.begun}
+
+    def note_reading(self, elsewhere: Mapping[str, Mapping[str, float]]) -> None:
+        """Set when other processes expect long prompts to be read, by backend and process."""
+        for name in elsewhere.keys() | self._prefills.keys():
+            self._prefills_of(name).elsewhere = elsewhere.get(name, {})
 
     def note_peers(self, number: int) -> None:
         """Set the number of other processes that take slots of the same backends."""
@@ -469,15 +482,11 @@ class WaitingLine:
 
     def _offer(self, offer: Offer, now: float) -> None:
         entry = self._waiting[offer.ticket.id]
-        if offer.ticket.prefill_s > TIMED_PREFILL_S:
-            self._prefills_of(offer.candidates[0].backend).began_at = now
         self._remove(entry)
-        self._note_offer(entry, offer, self._lane(entry.ticket).shares)
+        self._note_offer(entry, offer, self._lane(entry.ticket).shares, now)
 
     def _started(self, ticket: Ticket, lane: Lane, backend: str, cost: int, now: float) -> None:
         lane.drain.note_started(now)
-        if ticket.prefill_s > TIMED_PREFILL_S:
-            self._prefills_of(backend).began_at = now
         self._tokens_started.add((ticket.model, ticket.traffic_class.name, ticket.key), cost, now)
         has_spilled = lane.home is not None and backend not in lane.home[1]
         if has_spilled:
@@ -492,9 +501,22 @@ class WaitingLine:
         if not spilled:
             del self._spilled[backend]
 
-    def _note_offer(self, entry: Entry, offer: Offer, shares: Shares) -> None:
+    def _note_offer(self, entry: Entry, offer: Offer, shares: Shares, now: float) -> None:
         tag = shares.charge(entry.ticket.key, entry.cost)
         self._offered[offer.ticket.id] = _Offered(entry, offer, shares, tag)
+        self._begin_prefill(offer.ticket.id, offer.candidates[0], now)
+
+    def _begin_prefill(self, ticket_id: str, place: Candidate, now: float) -> None:
+        if place.claim.long_unanswered:
+            self._prefills_of(place.backend).begin(ticket_id, place.claim, now)
+
+    def _end_prefill(self, ticket_id: str, backend: str) -> None:
+        if backend in self._prefills:
+            self._prefills[backend].end(ticket_id)
+
+    def _withdraw(self, offered: _Offered) -> None:
+        self._end_prefill(offered.entry.ticket.id, offered.offer.candidates[0].backend)
+        offered.uncharge()
 
     def _refuse(self, entry: Entry, reason: Reason, now: float) -> Refused:
         ahead, wait_s = self._forecast(self._lane(entry.ticket), entry, now)
