@@ -2852,6 +2852,31 @@ def test_of_documents_that_come_at_once_each_waits_for_those_before_it() -> None
     assert turn.refused[0].expected_wait_s == pytest.approx(60.0)
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_document_without_a_slot_is_told_the_same_before_it_asks(others: int) -> None:
+    site = Library(long_seqs=2)
+    now = 0.0
+    for number in range(4):
+        site.document(f"document-{number}", now, 20_000)
+        site.start(now)
+        now += 20.0
+        site.read(f"document-{number}", now)
+        if number < 2:  # the other two go on
+            now += 280.0
+            site.end(f"document-{number}", now)
+    for number in range(others):
+        site.document(f"other-{number}", now, 20_000)
+        assert site.start(now) == []
+    asked = site.ticket("asks", now, traffic_class=LONG, prompt=20_000, prefill_s=20.0)
+
+    before = site.line.expected_wait_s(asked, now, site.views())
+    site.line.enter(asked, now)
+    site.turn(now)
+
+    assert site.line.position("asks") == others + 1
+    assert before == site.line.expected_wait_s(asked, now) == pytest.approx((others + 1) * 300 / 2)
+
+
 def test_a_forecast_learns_how_long_prefills_take() -> None:
     site = Library()
     now = 0.0

@@ -200,8 +200,14 @@ class WaitingLine:
         lane = self._lanes.get((ticket.model, ticket.traffic_class.name))
         if lane is None or lane.home is None:
             return None
+        views = self._views if views is None else views
         entry = self._waiting.get(ticket.id)
-        return self._forecast(lane, self._entry(ticket, now) if entry is None else entry, now, views)[1]
+        if entry is None:
+            entry = self._entry(ticket, now)
+            if entry.is_long and views:  # others wait for a slot in any case, if they wait
+                Room(views, _NO_BACKENDS, now).place(entry)
+                entry.is_full = entry.is_full or not self._has_room(lane, entry)
+        return self._forecast(lane, entry, now, views)[1]
 
     # ------------------------------------------------------------ events
 
@@ -221,12 +227,9 @@ class WaitingLine:
             entry.expires_at = _expiry(ticket, now, longest_s)
             self._insert(lane, entry, now)
             return None
-        name = (ticket.model, ticket.traffic_class.name)
-        without_room = self._full_classes.get(name, ())
-        in_turn = lane.in_turn_counts[entry.is_ordinary]
-        has_room = in_turn < LOOKAHEAD and not any(asks_no_less(ticket, one) for one in without_room)
+        has_room = self._has_room(lane, entry)
         entry.is_full = not has_room
-        ahead, wait_s = self._forecast(lane, entry, now)
+        ahead, wait_s = self._forecast(lane, entry, now, self._views)
         if lane.is_full_for(ticket):
             return _refused(entry, Reason.QUEUE_FULL, ahead, wait_s, now)
         # The forecast does not apply to a request that may be able to start at once, unless all backends that
@@ -433,6 +436,13 @@ class WaitingLine:
             rank=Rank.BEHIND if ticket.demand.is_job else rank,
         )
 
+    def _has_room(self, lane: Lane, entry: Entry) -> bool:
+        """Return whether there may be room for a newcomer, by what the last turn found for its class."""
+        ticket = entry.ticket
+        without_room = self._full_classes.get((ticket.model, ticket.traffic_class.name), ())
+        in_turn = lane.in_turn_counts[entry.is_ordinary]
+        return in_turn < LOOKAHEAD and not any(asks_no_less(ticket, one) for one in without_room)
+
     def _settled(self, ticket: Ticket) -> Lane:
         """Return the lane of a ticket, moved to the home that the ticket's policy gives it."""
         lane = self._lane(ticket)
@@ -519,19 +529,19 @@ class WaitingLine:
         offered.uncharge()
 
     def _refuse(self, entry: Entry, reason: Reason, now: float) -> Refused:
-        ahead, wait_s = self._forecast(self._lane(entry.ticket), entry, now)
+        ahead, wait_s = self._forecast(self._lane(entry.ticket), entry, now, self._views)
         self._remove(entry)
         return _refused(entry, reason, ahead, wait_s, now)
 
     def _forecast(
-        self, lane: Lane, entry: Entry, now: float, views: Mapping[str, BackendView] | None = None
+        self, lane: Lane, entry: Entry, now: float, views: Mapping[str, BackendView]
     ) -> tuple[int, float | None]:
         """Return how many requests are ahead of an entry and its expected wait, None while unknown."""
         ahead = self._ahead_of(lane, entry)
         per_s = self._per_s(lane, now)
         wait_s = self._away_s(entry.ticket, now)
         if entry.gated_s:
-            wait_s = max(wait_s, self._gate_s(lane, entry, now, self._views if views is None else views))
+            wait_s = max(wait_s, self._gate_s(lane, entry, now, views))
         if per_s is not None and (entry.is_full or not entry.is_long):
             wait_s = max(wait_s, (ahead + 1) / per_s)
         return ahead, wait_s or None
@@ -616,7 +626,8 @@ class WaitingLine:
         found = False
         for entry in entries:
             rules = entry.ticket.traffic_class.waiting
-            reason = _foreseen(entry, self._forecast(self._lane(entry.ticket), entry, now)[1], now)
+            wait_s = self._forecast(self._lane(entry.ticket), entry, now, self._views)[1]
+            reason = _foreseen(entry, wait_s, now)
             if reason is None:
                 continue
             found = True
