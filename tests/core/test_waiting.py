@@ -2877,6 +2877,36 @@ def test_a_document_without_a_slot_is_told_the_same_before_it_asks(others: int) 
     assert before == site.line.expected_wait_s(asked, now) == pytest.approx((others + 1) * 300 / 2)
 
 
+def test_chats_that_end_make_no_room_for_a_document_where_documents_have_a_limit() -> None:
+    site = Library(long_seqs=1)
+    chat = TrafficClass("chat", ("push",))
+    site.document("past", 0.0, 20_000)
+    site.start()
+    site.read("past", 20.0)
+    site.end("past", 120.0)
+    site.document("goes-on", 120.0, 20_000)
+    site.start(120.0)
+    site.read("goes-on", 140.0)
+    for number in range(20):  # one each second
+        site.enter(f"chat-{number}", 140.0 + number, traffic_class=chat)
+        site.start(140.0 + number)
+        site.end(f"chat-{number}", 141.0 + number)
+    for number in range(10):  # of which one waits
+        site.enter(f"runs-{number}", 160.0, traffic_class=chat)
+    site.document("first", 160.0, 20_000)
+    site.start(160.0)
+
+    site.document("second", 160.0, 20_000)
+    site.turn(160.0)
+
+    assert site.wait_s(160.0) == pytest.approx(3 * 120)  # of documents, one ends every two minutes
+    site.line.note_peers(1)
+    assert site.wait_s(160.0) == pytest.approx(3 * 120)
+    site.loads["push"] += Load(long_seqs=3)  # they run more, of which its even part is two
+    site.turn(160.0)
+    assert site.wait_s(160.0) == pytest.approx(3 * 120 / 2)
+
+
 def test_a_forecast_learns_how_long_prefills_take() -> None:
     site = Library()
     now = 0.0

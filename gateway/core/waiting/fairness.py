@@ -243,9 +243,10 @@ class Lane:
         due_at = max(entry.due_at, flow.timely[-1][0]) if flow.timely else entry.due_at
         return len(flow.timely) + bisect_left(flow.late, (entry.ticket.prefill_s, entry.number)), due_at
 
-    def gated_s(self, key: str | None, most: int) -> float:
-        """Return the sum of `Ticket.gated_s` of the first `most` entries of a key, without those behind."""
-        return sum(self.entries[number].gated_s for number in islice(self.of_key(key), most))
+    def first_of(self, key: str | None, most: int) -> Iterator[Entry]:
+        """Yield the first `most` entries of a key in order, without those behind."""
+        for number in islice(self.of_key(key), most):
+            yield self.entries[number]
 
     def is_first(self, entry: Entry) -> bool:
         """Return whether no other entry of its class would start before an entry."""
@@ -393,26 +394,31 @@ class Shares:
             others = len(self._tags) - (key in self._tags)
         return own + others
 
-    def gated_ahead_s(self, lane: Lane, entry: Entry) -> float:
-        """Return the sum of `Ticket.gated_s` of the entries that would start before an entry of a lane."""
+    def those_ahead_of(self, lane: Lane, entry: Entry) -> Iterator[Entry]:
+        """Yield the entries that would start before an entry of a lane, in no order; see `ahead_of`."""
         if entry.rank is Rank.BEHIND:
-            behind = lane.behind[: bisect_left(lane.behind, entry.number)]
-            return self.gated_s() + sum(lane.entries[number].gated_s for number in behind)
+            yield from self.in_turn()
+            for number in lane.behind[: bisect_left(lane.behind, entry.number)]:
+                yield lane.entries[number]
+            return
         key = entry.ticket.key
         own, due_at = lane.ahead_of(entry)
-        ahead_s = lane.gated_s(key, own)
+        yield from lane.first_of(key, own)
         for one in self.lanes:
             if one is not lane:
                 number = one.due_before(key, due_at)
                 own += number
-                ahead_s += one.gated_s(key, number)
-        return ahead_s + sum(
-            one.gated_s(name, own + 1) for name in self._tags if name != key for one in self.lanes
-        )
+                yield from one.first_of(key, number)
+        for name in self._tags:
+            if name != key:
+                for one in self.lanes:
+                    yield from one.first_of(name, own + 1)
 
-    def gated_s(self) -> float:
-        """Return the sum of `Ticket.gated_s` of all entries, without those behind."""
-        return sum(one.gated_s(name, tag.entries) for name, tag in self._tags.items() for one in self.lanes)
+    def in_turn(self) -> Iterator[Entry]:
+        """Yield all entries, without those behind."""
+        for name, tag in self._tags.items():
+            for one in self.lanes:
+                yield from one.first_of(name, tag.entries)
 
 
 @dataclass(slots=True)

@@ -62,7 +62,7 @@ class WaitingLine:
         self._waiting: dict[str, Entry] = {}
         self._shares: dict[Home, Shares] = {}
         self._offered: dict[str, _Offered] = {}
-        self._running: dict[str, tuple[Lane, float, bool]] = {}  # since when, and whether it has spilled
+        self._running: dict[str, tuple[Lane, float, bool, bool]] = {}  # since when; has spilled; is long
         self._spilled: dict[str, Counter[Lane]] = {}  # running ones, by backend
         self._started_at: dict[str, float] = {}  # per backend, of what has ended there the latest to start
         self._expiries: list[tuple[float, int, Entry]] = []
@@ -255,8 +255,7 @@ class WaitingLine:
         """Note that a request has started at once on `place`; it counts like an offer that was taken."""
         lane, cost = self._settled(ticket), ticket.cost
         lane.shares.start(ticket.key, cost)
-        self._begin_prefill(ticket.id, place, now)
-        self._started(ticket, lane, place.backend, cost, now)
+        self._started(ticket, lane, place, cost, now)
 
     def offer_at_once(self, ticket: Ticket, candidates: tuple[Candidate, ...], now: float) -> Offer | None:
         """Offer a request a slot without a turn, or return None if it has to enter the queue.
@@ -301,10 +300,8 @@ class WaitingLine:
         ticket = offered.entry.ticket
         offered.shares.advance(offered.tag)
         self._end_prefill(ticket_id, offered.offer.candidates[0].backend)
-        self._begin_prefill(
-            ticket_id, next(one for one in offered.offer.candidates if one.backend == backend), now
-        )
-        self._started(ticket, self._lane(ticket), backend, ticket.cost, now)
+        place = next(one for one in offered.offer.candidates if one.backend == backend)
+        self._started(ticket, self._lane(ticket), place, ticket.cost, now)
 
     def missed(self, ticket_id: str, backends: Sequence[str], now: float) -> None:
         """Note that the offered slots were gone, and return the request to its position in the queue."""
@@ -329,12 +326,14 @@ class WaitingLine:
         self._end_prefill(ticket_id, backend)
         running = self._running.pop(ticket_id, None)
         if running is not None:
-            lane, since, has_spilled = running
+            lane, since, has_spilled, is_long = running
             if has_spilled:
                 self._count_spilled(lane, backend, -1)
             if since > self._started_at.get(backend, 0.0):
                 self._started_at[backend] = since
             lane.drain.note_released(since, now, answered=answered)
+            if is_long:
+                self._prefills_of(backend).drain.note_released(since, now, answered=answered)
 
     def forget_prefixes(self, backend: str) -> None:
         """Note that a backend has lost the conversations of those that wait: nobody waits for them there."""
@@ -495,13 +494,17 @@ class WaitingLine:
         self._remove(entry)
         self._note_offer(entry, offer, self._lane(entry.ticket).shares, now)
 
-    def _started(self, ticket: Ticket, lane: Lane, backend: str, cost: int, now: float) -> None:
+    def _started(self, ticket: Ticket, lane: Lane, place: Candidate, cost: int, now: float) -> None:
+        backend, is_long = place.backend, place.claim.long_seqs > 0
         lane.drain.note_started(now)
+        if is_long:
+            self._prefills_of(backend).drain.note_started(now)
+            self._begin_prefill(ticket.id, place, now)
         self._tokens_started.add((ticket.model, ticket.traffic_class.name, ticket.key), cost, now)
         has_spilled = lane.home is not None and backend not in lane.home[1]
         if has_spilled:
             self._count_spilled(lane, backend, 1)
-        self._running[ticket.id] = (lane, now, has_spilled)
+        self._running[ticket.id] = (lane, now, has_spilled, is_long)
 
     def _count_spilled(self, lane: Lane, backend: str, change: int) -> None:
         spilled = self._spilled.setdefault(backend, Counter())
@@ -538,32 +541,56 @@ class WaitingLine:
     ) -> tuple[int, float | None]:
         """Return how many requests are ahead of an entry and its expected wait, None while unknown."""
         ahead = self._ahead_of(lane, entry)
-        per_s = self._per_s(lane, now)
         wait_s = self._away_s(entry.ticket, now)
         if entry.gated_s:
             wait_s = max(wait_s, self._gate_s(lane, entry, now, views))
-        if per_s is not None and (entry.is_full or not entry.is_long):
-            wait_s = max(wait_s, (ahead + 1) / per_s)
+        if entry.is_full or not entry.is_long:
+            wait_s = max(wait_s, self._slot_s(lane, entry, ahead, now, views))
         return ahead, wait_s or None
+
+    def _slot_s(
+        self, lane: Lane, entry: Entry, ahead: int, now: float, views: Mapping[str, BackendView]
+    ) -> float:
+        """Return the time until a slot for an entry becomes free, behind so many others; 0 if unknown."""
+        full = self._full_of_documents(entry.ticket, views) if entry.is_long else ()
+        if full:  # what else ends there makes no room for it
+            ahead = sum(one.is_long for one in self._those_ahead_of(lane, entry))
+            drains = [self._prefills_of(view.backend.id).drain for view in full]
+            running = sum(view.load.long_seqs for view in full) / (1 + self._peers) if self._peers else 0.0
+            per_s = Drain.per_s(drains, now, running)
+        else:
+            per_s = self._per_s(lane, now)
+        return 0.0 if per_s is None else (ahead + 1) / per_s
+
+    def _full_of_documents(self, ticket: Ticket, views: Mapping[str, BackendView]) -> Sequence[BackendView]:
+        """Return the backends that could read a long prompt, if each has as many of them as it may."""
+        pool = ticket.reading_pool
+        if pool.gates.long_seqs is None:
+            return ()
+        most = max(pool.gates.long_seqs, ticket.demand.seqs) - ticket.demand.seqs
+        found = self._readers(ticket, views)
+        return found if all(view.load.long_seqs > most for view in found) else ()
+
+    def _readers(self, ticket: Ticket, views: Mapping[str, BackendView]) -> Sequence[BackendView]:
+        """Return the backends that could read a long prompt."""
+        names = filter(ticket.may_run_on, ticket.reading_pool.backends)
+        return [views[name] for name in names if name in views and health.usable(views[name].status)]
 
     def _gate_s(self, lane: Lane, entry: Entry, now: float, views: Mapping[str, BackendView]) -> float:
         """Return the time until what has to be prefilled before a long prompt is done, where it can run.
 
         Slots that other requests free meanwhile are of no use to it.
         """
-        assert lane.home is not None  # it got one from the entry's ticket
-        pool, busy_s, factors = entry.ticket.reading_pool, [], []
-        at_once = max(1, pool.gates.long_prefills or 0)
-        for name in filter(entry.ticket.may_run_on, pool.backends):
-            view, prefills = views.get(name), self._prefills_of(name)
-            if view is not None and health.usable(view.status):
-                is_open = view.load.long_unanswered < at_once
-                busy_s.append(0.0 if is_open else prefills.left_s(view.load, now))
-                factors.append(prefills.factor)
+        busy_s, factors = [], []
+        at_once = max(1, entry.ticket.reading_pool.gates.long_prefills or 0)
+        for view in self._readers(entry.ticket, views):
+            prefills = self._prefills_of(view.backend.id)
+            is_open = view.load.long_unanswered < at_once
+            busy_s.append(0.0 if is_open else prefills.left_s(view.load, now))
+            factors.append(prefills.factor)
         if not factors:
             return 0.0
-        ahead_s = lane.shares.gated_ahead_s(lane, entry)
-        ahead_s += sum(shares.gated_s() for shares in self._above(lane.home))
+        ahead_s = sum(one.gated_s for one in self._those_ahead_of(lane, entry))
         return level(busy_s, ahead_s * sum(factors) / len(factors))
 
     def _prefills_of(self, backend: str) -> Prefills:
@@ -585,6 +612,13 @@ class WaitingLine:
         assert lane.home is not None  # it got one from the entry's ticket
         above = (len(one.entries) - one.jobs for shares in self._above(lane.home) for one in shares.lanes)
         return lane.shares.ahead_of(lane, entry) + sum(above)
+
+    def _those_ahead_of(self, lane: Lane, entry: Entry) -> Iterator[Entry]:
+        """Yield the requests of any class with the same first pool that would start before an entry."""
+        assert lane.home is not None  # it got one from the entry's ticket
+        yield from lane.shares.those_ahead_of(lane, entry)
+        for shares in self._above(lane.home):
+            yield from shares.in_turn()
 
     def _above(self, home: Home) -> Iterator[Shares]:
         """Yield the accounts of higher priority with the same first pool."""

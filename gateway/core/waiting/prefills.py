@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gateway.core.values import Load
+from gateway.core.waiting.drain import Drain
 
 LEFT_MIN = 0.1
 """The part of a prefill that is left at least, however long it has taken. A choice: it has not ended yet."""
@@ -24,12 +25,14 @@ class Prefills:
         begun: Those that were sent from here and have not ended, in this order: when, in monotonic seconds,
             and how long they were predicted to take. Of some, no first token is seen before the end.
         elsewhere: Per other process that has sent some, when it expects the latest of them to be read.
+        drain: The rate at which they leave room for others; those that have been read count, too.
         read_at: When the latest first token was seen.
         took_s, predicted_s: How long the latest took, and was predicted to take, each with its weight.
     """
 
     begun: dict[str, tuple[float, float]] = field(default_factory=dict)
     elsewhere: Mapping[str, float] = field(default_factory=dict)
+    drain: Drain = field(default_factory=Drain)
     read_at: float = 0.0
     took_s: float = KNOWN_S
     predicted_s: float = KNOWN_S
