@@ -2877,6 +2877,19 @@ def test_a_document_without_a_slot_is_told_the_same_before_it_asks(others: int) 
     assert before == site.line.expected_wait_s(asked, now) == pytest.approx((others + 1) * 300 / 2)
 
 
+def test_the_first_document_of_a_class_is_told_what_those_of_others_wait_for() -> None:
+    site = Library()
+    site.document("read-now", 0.0, 40_000)
+    site.start()
+    site.document("second", 0.0, 20_000)
+    site.start()
+    beside, below = replace(LONG, name="beside"), replace(LONG, name="below", priority=-1)
+
+    assert site.wait_s(10.0, traffic_class=beside) == pytest.approx(30 + 20)
+    assert site.wait_s(10.0, traffic_class=below) == pytest.approx(30 + 20)
+    assert site.line.waiting() == {("gemma", "long"): 1}
+
+
 def test_chats_that_end_make_no_room_for_a_document_where_documents_have_a_limit() -> None:
     site = Library(long_seqs=1)
     chat = TrafficClass("chat", ("push",))

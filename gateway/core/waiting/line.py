@@ -198,8 +198,10 @@ class WaitingLine:
         `views`: current snapshots; by default, what the last turn left, if requests were queued then.
         """
         lane = self._lanes.get((ticket.model, ticket.traffic_class.name))
-        if lane is None or lane.home is None:
-            return None
+        if lane is None or lane.home is None:  # none of its class has come, but others may be before it
+            lane = Lane()
+            lane.home = (ticket.traffic_class.priority, frozenset(ticket.first_pool))
+            lane.shares = self._shares.get(lane.home, lane.shares)
         views = self._views if views is None else views
         entry = self._waiting.get(ticket.id)
         if entry is None:
