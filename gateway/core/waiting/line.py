@@ -325,7 +325,6 @@ class WaitingLine:
         drain rate.
         """
         self._gone_until.pop(backend, None)
-        self._end_prefill(ticket_id, backend)
         running = self._running.pop(ticket_id, None)
         if running is not None:
             lane, since, has_spilled, is_long = running
@@ -335,7 +334,9 @@ class WaitingLine:
                 self._started_at[backend] = since
             lane.drain.note_released(since, now, answered=answered)
             if is_long:
-                self._prefills_of(backend).drain.note_released(since, now, answered=answered)
+                prefills = self._prefills_of(backend)
+                prefills.end(ticket_id)
+                prefills.drain.note_released(since, now, answered=answered)
 
     def forget_prefixes(self, backend: str) -> None:
         """Note that a backend has lost the conversations of those that wait: nobody waits for them there."""
