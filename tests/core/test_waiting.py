@@ -368,6 +368,33 @@ def test_whether_a_deadline_can_be_met_counts_the_prompts_own_prefill(now: float
     assert site.served([first], now)[0] == first
 
 
+@pytest.mark.parametrize("key", ["of large", "another"])
+def test_who_waits_for_a_request_that_comes_first_starts_once_that_one_is_late(key: str) -> None:
+    """Time alone changes the order, and nothing else may happen for as long as an answer takes."""
+    site = Site(knee=2)
+    site.enter("running")
+    site.start()
+    site.enter("large", traffic_class=PATIENT, prompt=3_000, key="of large")  # takes all of light
+    site.enter("small", 0.5, traffic_class=PATIENT, key="of large")
+    site.enter("newest", 0.6, traffic_class=PATIENT, key=key)
+    turn = site.turn(0.6)
+    assert not turn.offers
+    assert turn.next_turn_at is not None
+    assert turn.next_turn_at == pytest.approx(2.0)
+
+    assert site.start(turn.next_turn_at) == ["small"]
+
+
+def test_nobody_is_looked_at_for_being_late_where_nothing_is_held() -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    site.enter("a", traffic_class=PATIENT)
+    site.enter("b", traffic_class=PATIENT)
+
+    assert site.turn().next_turn_at == PATIENT.waiting.max_wait_s
+
+
 def test_a_document_has_its_own_prefill_on_top_of_the_target() -> None:
     site = Site()
     ticket = site.ticket("doc", 10.0, traffic_class=LONG, prompt=100_000, prefill_s=40.0)
@@ -1317,6 +1344,39 @@ def test_a_document_keeps_spills_only_from_backends_that_could_take_it() -> None
 
     site.line.leave("scan")
     assert site.line.long_waiting() == {}
+
+
+def with_two_push(*, window: int | None = None) -> Site:
+    """A site with another push server, `push-1`, that reports this window."""
+    site = Site()
+    site.backends["push-1"] = replace(site.backends["push"], id="push-1", url="http://push-1")
+    pools = {**site.policy.pools, "push": Pool("push", ("push", "push-1"), gates=Gates())}
+    site.policy = replace(site.policy, pools=pools, backends=site.backends)
+    site.status["push-1"] = replace(UP, context_tokens=window)
+    site.loads["push-1"] = Load()
+    return site
+
+
+def test_once_a_document_starts_chats_spill_to_the_other_servers_it_waited_for() -> None:
+    site = with_two_push()
+    site.enter("running", traffic_class=CHAT)
+    for name in ("reading", "reading too"):
+        site.enter(name, traffic_class=LONG, prompt=50_000)
+    assert len(site.start()) == 3
+    site.enter("next", traffic_class=LONG, prompt=50_000)
+    site.enter("chat", traffic_class=CHAT)
+    assert site.start() == []
+    site.answered("reading")
+    site.answered("reading too")
+
+    turn = site.turn(0.5)
+    (offer,) = turn.offers
+    site.loads[offer.candidates[0].backend] += offer.candidates[0].claim
+    site.line.started("next", offer.candidates[0].backend, 0.5)
+
+    assert turn.next_turn_at == 0.5
+    assert site.start(0.5) == ["chat"]
+    assert {site.taken["chat"][0], offer.candidates[0].backend} == {"push", "push-1"}
 
 
 @pytest.mark.parametrize(("reserve", "started"), [(0.125, ["chat"]), (0.0, [])])

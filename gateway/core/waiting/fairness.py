@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
 from itertools import islice
+from math import inf, nextafter
 from typing import TypeVar
 
 from gateway.core.selection import BackendView
@@ -227,6 +228,11 @@ class Lane:
             _discard(flow.timely, (entry.due_at, number))
             entry.rank = Rank.LATE
             insort(flow.late, (entry.ticket.prefill_s, number))
+
+    @property
+    def late_at(self) -> float:
+        """When `age` has something to do next; inf if it has nothing to do."""
+        return nextafter(self._starts[0][0], inf) if self._starts else inf
 
     def of_key(self, key: str | None) -> Iterator[int]:
         """Return the entry numbers of a key in order, without those of rank BEHIND."""

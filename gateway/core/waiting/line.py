@@ -385,7 +385,7 @@ class WaitingLine:
         room = Room(self._with_offers(views), self._paused(now), now)
         offers: list[Offer] = []
         hopeless: list[Entry] = []
-        looked = 0
+        looked, has_long = 0, False
         for shared in self._by_priority():
             for shares in shared:
                 for lane in shares.lanes:
@@ -397,6 +397,7 @@ class WaitingLine:
                     hopeless.append(entry)
                 elif candidates:
                     offers.append(Offer(entry.ticket, candidates))
+                    has_long = has_long or entry.is_long
         for offer in offers:
             self._offer(offer, now)
         self._views = self._with_offers(views)
@@ -406,10 +407,16 @@ class WaitingLine:
             refused.append(replace(no_backend, expected_wait_s=None, retry_after_s=retry_after_s))
         self._full_classes = room.full_classes
         late = self._late(room.foreseen, now, refused)
-        # There is more to do if the lookahead limit may have ended the turn while slots were still free, or
-        # if an entry that held backends in this turn was refused or demoted.
-        is_unfinished = self._waiting and (hopeless or late or (offers and looked >= LOOKAHEAD))
-        return Turn(offers, refused, now if is_unfinished else self._next_look(room.next_look_at))
+        # There is more to do if the lookahead limit may have ended the turn while slots were still free, if
+        # an entry that held backends in this turn was refused or demoted, or if a long prompt no longer waits
+        # and so keeps no others from spilling.
+        is_unfinished = self._waiting and (hopeless or late or has_long or (offers and looked >= LOOKAHEAD))
+        if is_unfinished:
+            return Turn(offers, refused, now)
+        next_look_at = room.next_look_at
+        if room.has_held:  # for one that may no longer come first then
+            next_look_at = min([next_look_at, *(lane.late_at for lane in self._lanes.values())])
+        return Turn(offers, refused, self._next_look(next_look_at))
 
     # ------------------------------------------------------------ inside
 

@@ -62,6 +62,7 @@ class Room:
         self.full_classes: dict[tuple[str, str], list[Ticket]] = {}  # without room, by (model, class)
         self._staying: Counter[tuple[str, str]] = Counter()  # by (model, class)
         self.next_look_at = inf  # when an entry stops waiting for the backend that has its conversation
+        self.has_held = False  # whether an entry waits only because backends are held for others
 
     def place(self, entry: Entry) -> tuple[Candidate, ...] | None:
         """Return the backends to offer, best first; () if the entry must wait; None if no backend is up."""
@@ -106,6 +107,7 @@ class Room:
         if is_unproven and is_foreseen:
             self.foreseen.append(entry)
         is_held = bool(able) and not any(one.backend in self._paused for one in able)
+        self.has_held = self.has_held or is_held
         if not is_job and (is_full or is_held):
             self.full_classes.setdefault(name, []).append(ticket)
         stuck.append(_Stuck(ticket, busy, is_full, is_foreseen))
