@@ -348,9 +348,13 @@ def _may_spill(case: Case, most: Load) -> bool:
     return not is_read_there and load.has_room(case.claim, most)
 
 
-def could_take(backend: Backend, demand: Demand) -> bool:
-    """Return whether a backend could ever serve a request, regardless of the wait."""
-    return admission.misfit(backend.capacity, demand) is None and not _refused_parts(backend, demand)
+def could_take(backend: Backend, demand: Demand, capacity: Capacity | None = None) -> bool:
+    """Return whether a backend could ever serve a request, regardless of the wait.
+
+    `capacity`: with the context window that its engine reports; by default, as configured.
+    """
+    known = backend.capacity if capacity is None else capacity
+    return admission.misfit(known, demand) is None and not _refused_parts(backend, demand)
 
 
 def rank(

@@ -1379,6 +1379,37 @@ def test_once_a_document_starts_chats_spill_to_the_other_servers_it_waited_for()
     assert {site.taken["chat"][0], offer.candidates[0].backend} == {"push", "push-1"}
 
 
+def test_a_document_does_not_keep_spills_from_a_server_that_came_up_with_a_smaller_window() -> None:
+    site = with_two_push()
+    site.enter("running", traffic_class=CHAT)
+    site.start()
+    site.loads["push"] = site.loads["push-1"] = Load(seqs=10, share=admission.WHOLE)
+    site.enter("document", traffic_class=LONG, prompt=50_000)
+    site.enter("chat", traffic_class=CHAT)
+    assert site.start() == []
+    assert site.line.long_waiting() == {"push": 1, "push-1": 1}
+
+    site.status["push-1"], site.loads["push-1"] = replace(UP, context_tokens=32_768), Load()
+
+    assert site.start(0.1) == ["chat"]
+    assert site.line.long_waiting() == {"push": 1}
+    site.line.leave("document")
+    assert site.line.long_waiting() == {}
+
+
+def test_who_does_not_fit_a_smaller_window_is_told_though_others_wait_for_that_server() -> None:
+    site = with_two_push(window=32_768)
+    site.status["push"] = replace(UP, state=State.DOWN)
+    site.loads["push-1"] = Load(seqs=10, share=admission.WHOLE)
+    site.enter("fits", traffic_class=LONG, prompt=20_000)
+    site.enter("does not", 0.1, traffic_class=LONG, prompt=50_000)
+
+    (refused,) = site.turn(0.1).refused
+
+    assert (refused.id, refused.reason) == ("does not", Reason.NO_BACKEND)
+    assert site.line.position("fits") == 1
+
+
 @pytest.mark.parametrize(("reserve", "started"), [(0.125, ["chat"]), (0.0, [])])
 def test_a_long_job_that_waits_keeps_spills_out_only_where_jobs_leave_nothing_free(
     reserve: float, started: list[str]

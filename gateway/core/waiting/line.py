@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from math import inf
@@ -68,6 +69,7 @@ class WaitingLine:
         self._expiries: list[tuple[float, int, Entry]] = []
         self._long_waiting: dict[str, int] = {}
         self._long_elsewhere: Mapping[str, int] = {}
+        self._windows: Mapping[str, int] = {}  # of backends that report less than is configured, in tokens
         self._peers = 0  # other processes that take slots of the same backends
         self._views: Mapping[str, BackendView] = {}  # after the last turn, if requests were queued
         self._prefills: dict[str, Prefills] = {}  # of long prompts, by backend
@@ -382,6 +384,7 @@ class WaitingLine:
         self._views = {}
         if not self._waiting:
             return Turn((), refused, None)
+        self._note_windows(views)
         room = Room(self._with_offers(views), self._paused(now), now)
         offers: list[Offer] = []
         hopeless: list[Entry] = []
@@ -486,12 +489,30 @@ class WaitingLine:
         if entry.is_long:
             self._count_long(entry, -1)
 
+    def _note_windows(self, views: Mapping[str, BackendView]) -> None:
+        """Note which backends report a smaller window than is configured: fewer prompts wait for them."""
+        windows = {
+            name: view.capacity.context_tokens
+            for name, view in views.items()
+            if view.capacity is not view.backend.capacity
+        }
+        if windows != self._windows:
+            self._windows = windows
+            self._long_waiting.clear()
+            for entry in self._waiting.values():
+                if entry.is_long:
+                    self._count_long(entry, 1)
+
+    def _may_run_on(self, ticket: Ticket, name: str) -> bool:
+        """Like `Ticket.may_run_on`, with the windows that the backends report."""
+        return ticket.may_run_on(name) and ticket.demand.total_tokens <= self._windows.get(name, inf)
+
     def _count_long(self, entry: Entry, change: int) -> None:
         ticket = entry.ticket
         if ticket.demand.is_job and ticket.policy.pools[ticket.traffic_class.pools[0]].jobs.reserve:
             return  # jobs leave room for others there, so one that waits does not keep these from spilling
         for name in ticket.first_pool:
-            if not ticket.may_run_on(name):  # it waits for the other backends
+            if not self._may_run_on(ticket, name):  # it waits for the other backends
                 continue
             count = self._long_waiting.get(name, 0) + change
             if count:
@@ -583,7 +604,7 @@ class WaitingLine:
 
     def _readers(self, ticket: Ticket, views: Mapping[str, BackendView]) -> Sequence[BackendView]:
         """Return the backends that could read a long prompt."""
-        names = filter(ticket.may_run_on, ticket.reading_pool.backends)
+        names = filter(partial(self._may_run_on, ticket), ticket.reading_pool.backends)
         return [views[name] for name in names if name in views and health.usable(views[name].status)]
 
     def _gate_s(self, lane: Lane, entry: Entry, now: float, views: Mapping[str, BackendView]) -> float:

@@ -176,10 +176,8 @@ class Room:
 
     def _may_wait(self, ticket: Ticket, busy: tuple[str, ...]) -> bool:
         """Return whether one of these busy backends could take a request once it has room."""
-        return any(
-            name not in ticket.failed and selection.could_take(self._views[name].backend, ticket.demand)
-            for name in busy
-        )
+        views = (self._views[name] for name in busy if name not in ticket.failed)
+        return any(selection.could_take(view.backend, ticket.demand, view.capacity) for view in views)
 
     def _seen_by(self, ticket: Ticket) -> Mapping[str, BackendView]:
         shares = ticket.prefix_shares
