@@ -385,6 +385,28 @@ def test_who_waits_for_a_request_that_comes_first_starts_once_that_one_is_late(k
     assert site.start(turn.next_turn_at) == ["small"]
 
 
+def test_who_comes_first_now_that_another_key_has_had_its_share_starts_at_once() -> None:
+    site = Site(knee=2)
+    mini = Backend("mini", "http://mini", Capacity(1_000, (KneeStep(None, 10),)))
+    site.backends["mini"], site.status["mini"], site.loads["mini"] = mini, UP, Load()
+    pools = {"light": Pool("light", ("light", "mini"))}
+    site.policy = replace(site.policy, pools=pools, backends=site.backends)
+    site.enter("running", traffic_class=PATIENT, key="a", prompt=1_500)
+    assert site.start() == ["running"]
+    site.enter("large", traffic_class=PATIENT, key="b", prompt=3_000)  # takes all of light
+    site.enter("small", traffic_class=PATIENT, key="a", prompt=1_500)
+    site.enter(
+        "quick", traffic_class=PATIENT, key="b", demand=Demand(seqs=9, prompt_tokens=100, total_tokens=900)
+    )
+
+    turn = site.turn(0.1)
+
+    assert [offer.ticket.id for offer in turn.offers] == ["quick"]
+    assert turn.next_turn_at == 0.1
+    site.line.started("quick", "mini", 0.1)
+    assert site.start(0.1) == ["small"]
+
+
 def test_nobody_is_looked_at_for_being_late_where_nothing_is_held() -> None:
     site = Site()
     site.enter("running")
