@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from math import inf
@@ -412,7 +411,7 @@ class WaitingLine:
         late = self._late(room.foreseen, now, refused)
         # There is more to do if the lookahead limit may have ended the turn while slots were still free, if
         # an entry that held backends in this turn was refused or demoted, or comes after others now that
-        # some of its key have started, or if a long prompt no longer waits and so keeps no others from spilling.
+        # some of its key have started, or if a long prompt no longer waits, which kept others from spilling.
         may_go_on = bool(offers) and (has_long or room.has_held or looked >= LOOKAHEAD)
         is_unfinished = self._waiting and (hopeless or late or may_go_on)
         if is_unfinished:
@@ -605,8 +604,12 @@ class WaitingLine:
 
     def _readers(self, ticket: Ticket, views: Mapping[str, BackendView]) -> Sequence[BackendView]:
         """Return the backends that could read a long prompt."""
-        names = filter(partial(self._may_run_on, ticket), ticket.reading_pool.backends)
-        return [views[name] for name in names if name in views and health.usable(views[name].status)]
+        names = [name for name in ticket.reading_pool.backends if name in views and name not in ticket.failed]
+        return [
+            view
+            for view in map(views.__getitem__, names)
+            if health.usable(view.status) and selection.could_take(view.backend, ticket.demand, view.capacity)
+        ]
 
     def _gate_s(self, lane: Lane, entry: Entry, now: float, views: Mapping[str, BackendView]) -> float:
         """Return the time until what has to be prefilled before a long prompt is done, where it can run.
