@@ -411,7 +411,7 @@ class WaitingLine:
         late = self._late(room.foreseen, now, refused)
         # There is more to do if the lookahead limit may have ended the turn while slots were still free, if
         # an entry that held backends in this turn was refused or demoted, or comes after others now that
-        # some of its key have started, or if a long prompt no longer waits, which kept others from spilling.
+        # some of its key have started, or if a long prompt has started and keeps no others from spilling.
         may_go_on = bool(offers) and (has_long or room.has_held or looked >= LOOKAHEAD)
         is_unfinished = self._waiting and (hopeless or late or may_go_on)
         if is_unfinished:
