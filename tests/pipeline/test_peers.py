@@ -11,9 +11,10 @@ from support.world import POLICY, StillClock
 from gateway.core.admission import WHOLE
 from gateway.core.conversations import HASHING, TOLD_MIN_TOKENS, Conversations
 from gateway.core.facts import Attempts, Facts, Learned
-from gateway.core.health import HealthRules, Outcome, ProbeOk, State, Verdict
+from gateway.core.health import BackendStatus, HealthRules, Outcome, ProbeOk, State, Verdict
+from gateway.core.perf import PerfModel
 from gateway.core.selection import BackendView
-from gateway.core.values import Candidate, CountMode, Demand, Load, Prompt, TemplateCosts, Turn
+from gateway.core.values import Candidate, CountMode, Demand, Gates, Load, Prompt, TemplateCosts, Turn
 from gateway.core.waiting import Ticket, WaitingLine
 from gateway.pipeline import BackendWatch, Peers
 from gateway.store.facts import decode, encode
@@ -299,22 +300,31 @@ def test_long_prompts_that_wait_elsewhere_are_added_up_and_forgotten(here: Gatew
 def test_what_others_read_is_told_and_heard(here: Gateway, there: Gateway) -> None:
     document = next(one for one in MODEL.classes if one.pools[0] == "push")
     demand = Demand(seqs=1, prompt_tokens=20_000, total_tokens=21_000)
-    place = Candidate("push", "push", claim=Load(seqs=1, long_seqs=1, long_unanswered=1, prefill_ms=30_000))
-    there.line.start_at_once(
-        Ticket("reads", MODEL.id, POLICY, document, demand, "a", arrived_at=0.0), place, there.clock.now()
+    perf = PerfModel(t_fixed=0, t_mem=0, kv_read=0, kv_span=0, t_seq=0, t_tok=1e-3, t_attn=0, sharp=1)
+    backend = replace(POLICY.backends["push"], perf=perf)
+    gated = replace(POLICY.pools["push"], gates=Gates(long_prefills=1))
+    policy = replace(
+        POLICY, backends={**POLICY.backends, "push": backend}, pools={**POLICY.pools, "push": gated}
     )
+    ticket = Ticket("reads", MODEL.id, policy, document, demand, "a", arrived_at=0.0)
+    claim = Load(seqs=1, long_seqs=1, long_unanswered=1, prefill_ms=30_000)
+    views = {"push": BackendView(backend, claim, BackendStatus(state=State.UP, served_models=("gemma-4",)))}
+
+    def wait_s() -> float | None:
+        return here.line.expected_wait_s(replace(ticket, id="waits"), here.clock.now(), views)
+
+    there.line.start_at_once(ticket, Candidate("push", "push", claim=claim), there.clock.now())
+    there.clock.time += 20.0
     facts = there.peers.facts()
-    assert facts.reading == {"push": 30.0}
+    assert facts.reading == {"push": 10.0}
+    unheard_s = wait_s()
 
     here.hear(there=through_the_store(facts), other=Facts(reading={"not a backend of ours": 5.0}))
 
-    known = here.line._prefills
-    assert {name: prefills.elsewhere for name, prefills in known.items()} == {
-        "push": {"there": here.clock.now() + 30.0}
-    }
+    assert (unheard_s, wait_s()) == (30.0, 10.0)
     assert here.peers.facts().reading == {}
     here.hear()
-    assert not known["push"].elsewhere
+    assert wait_s() == 30.0
 
 
 # ------------------------------------------------------------------ for operators

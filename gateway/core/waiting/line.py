@@ -1,7 +1,6 @@
 """The queue itself: queued, offered and running requests. The package docstring states its rules."""
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import chain
@@ -14,9 +13,8 @@ from gateway.core.selection import BackendView
 from gateway.core.swap_policy import Backlog
 from gateway.core.value import valueclass
 from gateway.core.values import Candidate, Load, WhenLate
-from gateway.core.waiting.drain import Drain
 from gateway.core.waiting.fairness import LOOKAHEAD, Entry, Home, Lane, Rank, Shares, merged
-from gateway.core.waiting.prefills import Prefills, level
+from gateway.core.waiting.forecast import Forecasts
 from gateway.core.waiting.room import Room, asks_no_less
 from gateway.core.waiting.tickets import Offer, Reason, Refused, Ticket, Turn, Waiter
 
@@ -62,19 +60,14 @@ class WaitingLine:
         self._waiting: dict[str, Entry] = {}
         self._shares: dict[Home, Shares] = {}
         self._offered: dict[str, _Offered] = {}
-        self._running: dict[str, tuple[Lane, float, bool, bool]] = {}  # since when; has spilled; is long
-        self._spilled: dict[str, Counter[Lane]] = {}  # running ones, by backend
+        self._forecasts = Forecasts(self._lanes, self._shares)
         self._started_at: dict[str, float] = {}  # per backend, of what has ended there the latest to start
         self._expiries: list[tuple[float, int, Entry]] = []
         self._long_waiting: dict[str, int] = {}
         self._long_elsewhere: Mapping[str, int] = {}
         self._windows: Mapping[str, int] = {}  # of backends that report less than is configured, in tokens
-        self._peers = 0  # other processes that take slots of the same backends
-        self._views: Mapping[str, BackendView] = {}  # after the last turn, if requests were queued
-        self._prefills: dict[str, Prefills] = {}  # of long prompts, by backend
         self._tokens_started = StartedTokens()
         self._gone_until: dict[str, float] = {}  # backends whose offered slot was gone
-        self._back_at: Mapping[str, float] = {}  # backends whose box runs another model
         self._full_classes: Mapping[tuple[str, str], Sequence[Ticket]] = {}  # without room in the last turn
         self._numbers = 0
 
@@ -158,14 +151,7 @@ class WaitingLine:
         Slots of other classes with the same first pool count, because any of these classes can use them, and
         slots of requests that have spilled there.
         """
-        pools: dict[frozenset[str], list[Drain]] = {}
-        for lane in self._lanes.values():
-            if lane.home is not None:
-                pools.setdefault(lane.home[1], []).append(lane.drain)
-        rates = {pool: self._rate(pool, drains, now) for pool, drains in pools.items()}
-        return {
-            name: None if lane.home is None else rates[lane.home[1]] for name, lane in self._lanes.items()
-        }
+        return self._forecasts.drains_per_s(now)
 
     def waiters(self, now: float, most: int = LOOKAHEAD) -> Sequence[Waiter]:
         """Return queued requests in the order in which they would start if all backends became free at once.
@@ -189,7 +175,7 @@ class WaitingLine:
         Requests of other classes that have the same first pool and would start before it count, too.
         """
         entry = self._waiting.get(ticket_id)
-        return None if entry is None else self._ahead_of(self._lane(entry.ticket), entry) + 1
+        return None if entry is None else self._forecasts.ahead_of(self._lane(entry.ticket), entry) + 1
 
     def expected_wait_s(
         self, ticket: Ticket, now: float, views: Mapping[str, BackendView] | None = None
@@ -203,20 +189,20 @@ class WaitingLine:
             lane = Lane()
             lane.home = (ticket.traffic_class.priority, frozenset(ticket.first_pool))
             lane.shares = self._shares.get(lane.home, lane.shares)
-        views = self._views if views is None else views
+        views = self._forecasts.views if views is None else views
         entry = self._waiting.get(ticket.id)
         if entry is None:
             entry = self._entry(ticket, now)
             if entry.is_long and views:  # others wait for a slot in any case, if they wait
                 Room(views, _NO_BACKENDS, now).place(entry)
                 entry.is_full = entry.is_full or not self._has_room(lane, entry)
-        return self._forecast(lane, entry, now, views)[1]
+        return self._forecasts.wait_of(lane, entry, now, views)[1]
 
     # ------------------------------------------------------------ events
 
     def expect(self, back_at: Mapping[str, float]) -> None:
         """Set the swapped-out backends and the earliest time each can be back, in monotonic seconds."""
-        self._back_at = back_at
+        self._forecasts.back_at = back_at
 
     def enter(self, ticket: Ticket, now: float, *, has_waited: bool = False) -> Refused | None:
         """Add a request to the queue, or return why it is refused.
@@ -232,13 +218,13 @@ class WaitingLine:
             return None
         has_room = self._has_room(lane, entry)
         entry.is_full = not has_room
-        ahead, wait_s = self._forecast(lane, entry, now, self._views)
+        ahead, wait_s = self._forecast(entry, now)
         if lane.is_full_for(ticket):
             return _refused(entry, Reason.QUEUE_FULL, ahead, wait_s, now)
         # The forecast does not apply to a request that may be able to start at once, unless all backends that
         # could serve it are swapped out. The next turn will tell.
         entry.is_unproven = has_room or lane.is_first(entry)
-        may_start = entry.is_unproven and not self._away_s(ticket, now)
+        may_start = entry.is_unproven and not self._forecasts.away_s(ticket, now)
         reason = None if may_start else _foreseen(entry, wait_s, now)
         if reason is Reason.WAIT_TOO_LONG and rules.when_late is WhenLate.DEMOTE:
             entry.rank = Rank.BEHIND
@@ -302,7 +288,7 @@ class WaitingLine:
         offered = self._offered.pop(ticket_id)
         ticket = offered.entry.ticket
         offered.shares.advance(offered.tag)
-        self._end_prefill(ticket_id, offered.offer.candidates[0].backend)
+        self._forecasts.withdrawn(ticket_id, offered.offer.candidates[0].backend)
         place = next(one for one in offered.offer.candidates if one.backend == backend)
         self._started(ticket, self._lane(ticket), place, ticket.cost, now)
 
@@ -317,7 +303,7 @@ class WaitingLine:
 
     def prefilled(self, ticket_id: str, backend: str, now: float) -> None:
         """Note the first token of a long prompt."""
-        self._prefills_of(backend).read(ticket_id, now)
+        self._forecasts.prefilled(ticket_id, backend, now)
 
     def released(self, ticket_id: str, backend: str, now: float, *, answered: bool = True) -> None:
         """Note that a request that ran on `backend` has ended.
@@ -326,18 +312,9 @@ class WaitingLine:
         drain rate.
         """
         self._gone_until.pop(backend, None)
-        running = self._running.pop(ticket_id, None)
-        if running is not None:
-            lane, since, has_spilled, is_long = running
-            if has_spilled:
-                self._count_spilled(lane, backend, -1)
-            if since > self._started_at.get(backend, 0.0):
-                self._started_at[backend] = since
-            lane.drain.note_released(since, now, answered=answered)
-            if is_long:
-                prefills = self._prefills_of(backend)
-                prefills.end(ticket_id)
-                prefills.drain.note_released(since, now, answered=answered)
+        since = self._forecasts.ended(ticket_id, backend, now, answered=answered)
+        if since is not None and since > self._started_at.get(backend, 0.0):
+            self._started_at[backend] = since
 
     def forget_prefixes(self, backend: str) -> None:
         """Note that a backend has lost the conversations of those that wait: nobody waits for them there."""
@@ -359,16 +336,15 @@ class WaitingLine:
 
     def reading_here(self, now: float) -> Mapping[str, float]:
         """Return, per backend, seconds until the latest long prompt sent there from here should be read."""
-        return {name: known.own_s(now)[-1] for name, known in self._prefills.items() if known.begun}
+        return self._forecasts.reading_here(now)
 
     def note_reading(self, elsewhere: Mapping[str, Mapping[str, float]]) -> None:
         """Set when other processes expect long prompts to be read, by backend and process."""
-        for name in elsewhere.keys() | self._prefills.keys():
-            self._prefills_of(name).elsewhere = elsewhere.get(name, {})
+        self._forecasts.note_reading(elsewhere)
 
     def note_peers(self, number: int) -> None:
         """Set the number of other processes that take slots of the same backends."""
-        self._peers = number
+        self._forecasts.peers = number
 
     # ------------------------------------------------------------ the turn
 
@@ -380,7 +356,7 @@ class WaitingLine:
         """
         refused = self._expire(now)
         self._full_classes = {}
-        self._views = {}
+        self._forecasts.views = {}
         if not self._waiting:
             return Turn((), refused, None)
         self._note_windows(views)
@@ -402,7 +378,7 @@ class WaitingLine:
                     has_long = has_long or entry.is_long
         for offer in offers:
             self._offer(offer, now)
-        self._views = self._with_offers(views)
+        self._forecasts.views = self._with_offers(views)
         for entry in hopeless:
             no_backend = self._refuse(entry, Reason.NO_BACKEND, now)
             retry_after_s = _first_back_s(entry.ticket, views, now)
@@ -526,177 +502,33 @@ class WaitingLine:
         self._note_offer(entry, offer, self._lane(entry.ticket).shares, now)
 
     def _started(self, ticket: Ticket, lane: Lane, place: Candidate, cost: int, now: float) -> None:
-        backend, is_long = place.backend, place.claim.long_seqs > 0
-        lane.drain.note_started(now)
-        if is_long:
-            self._prefills_of(backend).drain.note_started(now)
-            self._begin_prefill(ticket.id, place, now)
+        self._forecasts.started(ticket.id, lane, place, now)
         self._tokens_started.add((ticket.model, ticket.traffic_class.name, ticket.key), cost, now)
-        has_spilled = lane.home is not None and backend not in lane.home[1]
-        if has_spilled:
-            self._count_spilled(lane, backend, 1)
-        self._running[ticket.id] = (lane, now, has_spilled, is_long)
-
-    def _count_spilled(self, lane: Lane, backend: str, change: int) -> None:
-        spilled = self._spilled.setdefault(backend, Counter())
-        spilled[lane] += change
-        if not spilled[lane]:
-            del spilled[lane]
-        if not spilled:
-            del self._spilled[backend]
 
     def _note_offer(self, entry: Entry, offer: Offer, shares: Shares, now: float) -> None:
         tag = shares.charge(entry.ticket.key, entry.cost)
         self._offered[offer.ticket.id] = _Offered(entry, offer, shares, tag)
-        self._begin_prefill(offer.ticket.id, offer.candidates[0], now)
-
-    def _begin_prefill(self, ticket_id: str, place: Candidate, now: float) -> None:
-        if place.claim.long_unanswered:
-            self._prefills_of(place.backend).begin(ticket_id, place.claim, now)
-
-    def _end_prefill(self, ticket_id: str, backend: str) -> None:
-        if backend in self._prefills:
-            self._prefills[backend].end(ticket_id)
+        self._forecasts.sent(offer.ticket.id, offer.candidates[0], now)
 
     def _withdraw(self, offered: _Offered) -> None:
-        self._end_prefill(offered.entry.ticket.id, offered.offer.candidates[0].backend)
+        self._forecasts.withdrawn(offered.entry.ticket.id, offered.offer.candidates[0].backend)
         offered.uncharge()
 
     def _refuse(self, entry: Entry, reason: Reason, now: float) -> Refused:
-        ahead, wait_s = self._forecast(self._lane(entry.ticket), entry, now, self._views)
+        ahead, wait_s = self._forecast(entry, now)
         self._remove(entry)
         return _refused(entry, reason, ahead, wait_s, now)
 
-    def _forecast(
-        self, lane: Lane, entry: Entry, now: float, views: Mapping[str, BackendView]
-    ) -> tuple[int, float | None]:
-        """Return how many requests are ahead of an entry and its expected wait, None while unknown."""
-        ahead = self._ahead_of(lane, entry)
-        wait_s = self._away_s(entry.ticket, now)
-        if entry.gated_s:
-            wait_s = max(wait_s, self._gate_s(lane, entry, now, views))
-        if entry.is_full or not entry.is_long:
-            wait_s = max(wait_s, self._slot_s(lane, entry, ahead, now, views))
-        return ahead, wait_s or None
-
-    def _slot_s(
-        self, lane: Lane, entry: Entry, ahead: int, now: float, views: Mapping[str, BackendView]
-    ) -> float:
-        """Return the time until a slot for an entry becomes free, behind so many others; 0 if unknown."""
-        full = self._full_of_documents(entry.ticket, views) if entry.is_long else ()
-        if full:  # what else ends there makes no room for it
-            ahead = sum(one.is_long for one in self._those_ahead_of(lane, entry))
-            drains = [self._prefills_of(view.backend.id).drain for view in full]
-            running = sum(view.load.long_seqs for view in full) / (1 + self._peers) if self._peers else 0.0
-            per_s = Drain.per_s(drains, now, running)
-        else:
-            per_s = self._per_s(lane, now)
-        return 0.0 if per_s is None else (ahead + 1) / per_s
-
-    def _full_of_documents(self, ticket: Ticket, views: Mapping[str, BackendView]) -> Sequence[BackendView]:
-        """Return the backends that could read a long prompt, if each has as many of them as it may."""
-        pool = ticket.reading_pool
-        if pool.gates.long_seqs is None:
-            return ()
-        most = max(pool.gates.long_seqs, ticket.demand.seqs) - ticket.demand.seqs
-        found = self._readers(ticket, views)
-        return found if all(view.load.long_seqs > most for view in found) else ()
-
-    def _readers(self, ticket: Ticket, views: Mapping[str, BackendView]) -> Sequence[BackendView]:
-        """Return the backends that could read a long prompt."""
-        names = [name for name in ticket.reading_pool.backends if name in views and name not in ticket.failed]
-        return [
-            view
-            for view in map(views.__getitem__, names)
-            if health.usable(view.status) and selection.could_take(view.backend, ticket.demand, view.capacity)
-        ]
-
-    def _gate_s(self, lane: Lane, entry: Entry, now: float, views: Mapping[str, BackendView]) -> float:
-        """Return the time until what has to be prefilled before a long prompt is done, where it can run.
-
-        Slots that other requests free meanwhile are of no use to it.
-        """
-        busy_s, factors = [], []
-        at_once = max(1, entry.ticket.reading_pool.gates.long_prefills or 0)
-        for view in self._readers(entry.ticket, views):
-            prefills = self._prefills_of(view.backend.id)
-            is_open = view.load.long_unanswered < at_once
-            busy_s.append(0.0 if is_open else prefills.left_s(view.load, now))
-            factors.append(prefills.factor)
-        if not factors:
-            return 0.0
-        ahead_s = sum(one.gated_s for one in self._those_ahead_of(lane, entry))
-        return level(busy_s, ahead_s * sum(factors) / len(factors))
-
-    def _prefills_of(self, backend: str) -> Prefills:
-        known = self._prefills.get(backend)
-        if known is None:
-            known = self._prefills[backend] = Prefills()
-        return known
-
-    def _away_s(self, ticket: Ticket, now: float) -> float:
-        """Return the time until the first backend that could take a request is back; 0 if one is running."""
-        if not self._back_at:
-            return 0.0
-        names = filter(ticket.may_run_on, ticket.policy.backends_of(ticket.traffic_class))
-        back_at = min((self._back_at.get(name, now) for name in names), default=now)
-        return max(0.0, back_at - now)
-
-    def _ahead_of(self, lane: Lane, entry: Entry) -> int:
-        """Return how many requests of any class with the same first pool would start before an entry."""
-        assert lane.home is not None  # it got one from the entry's ticket
-        above = (len(one.entries) - one.jobs for shares in self._above(lane.home) for one in shares.lanes)
-        return lane.shares.ahead_of(lane, entry) + sum(above)
-
-    def _those_ahead_of(self, lane: Lane, entry: Entry) -> Iterator[Entry]:
-        """Yield the requests of any class with the same first pool that would start before an entry."""
-        assert lane.home is not None  # it got one from the entry's ticket
-        yield from lane.shares.those_ahead_of(lane, entry)
-        for shares in self._above(lane.home):
-            yield from shares.in_turn()
-
-    def _above(self, home: Home) -> Iterator[Shares]:
-        """Yield the accounts of higher priority with the same first pool."""
-        own_priority, own_pool = home
-        for (priority, pool), shares in self._shares.items():
-            if pool == own_pool and priority > own_priority:
-                yield shares
-
-    def _per_s(self, lane: Lane, now: float) -> float | None:
-        """Return the slots per second that become free in a lane's first pool, or None while unknown."""
-        if lane.home is None:  # no request has entered it here: it only has charges of other processes
-            return None
-        pool = lane.home[1]
-        drains = [one.drain for one in self._lanes.values() if one.home is not None and one.home[1] == pool]
-        return self._rate(pool, drains, now)
-
-    def _rate(self, pool: frozenset[str], drains: Sequence[Drain], now: float) -> float | None:
-        """Return the slots per second that become free in a pool, which is the first one of these classes."""
-        guests = [
-            (lane.drain, running)
-            for name in pool & self._spilled.keys()
-            for lane, running in self._spilled[name].items()
-        ]
-        return Drain.per_s(drains, now, self._even_part(pool), guests)
-
-    def _even_part(self, pool: frozenset[str]) -> float:
-        """Return this process's even part of what all processes run on a pool; 0 without peers.
-
-        Whichever process waits may take a slot that another one frees. By its own requests alone, a process
-        that runs hardly any would expect to wait until one of these ends.
-        """
-        if not self._peers:
-            return 0.0
-        running = sum(self._views[name].load.seqs for name in pool & self._views.keys())
-        return running / (1 + self._peers)
+    def _forecast(self, entry: Entry, now: float) -> tuple[int, float | None]:
+        """Return how many requests are ahead of a queued entry and its expected wait, None while unknown."""
+        return self._forecasts.wait_of(self._lane(entry.ticket), entry, now, self._forecasts.views)
 
     def _late(self, entries: Sequence[Entry], now: float, refused: list[Refused]) -> bool:
         """Refuse or demote entries that found no slot in their first turn and would not get one in time."""
         found = False
         for entry in entries:
             rules = entry.ticket.traffic_class.waiting
-            wait_s = self._forecast(self._lane(entry.ticket), entry, now, self._views)[1]
-            reason = _foreseen(entry, wait_s, now)
+            reason = _foreseen(entry, self._forecast(entry, now)[1], now)
             if reason is None:
                 continue
             found = True
