@@ -44,6 +44,7 @@ from gateway.core.estimation import APPROXIMATE_BAND
 
 DURATION_S = 2400.0
 POLICIES = ("gateway", "ctx-429", "ctx-least", "least-in-flight", "round-robin")
+FORECASTS_HEAD = "| mix | load | class | waited | times the forecast p10 | p50 | p90 |"
 WAITED_MIN_S = 0.5  # who waited less needed no forecast
 CASES = (
     ("A", 0.85, POLICIES),
@@ -148,10 +149,7 @@ def forecasts(mix: str, load: float, seed: int, duration_s: float) -> Mapping[st
 
 def print_forecasts(arguments: argparse.Namespace, seeds: range, duration_s: float) -> None:
     """Print how long requests waited, compared with what was forecast."""
-    print(
-        "| mix | load | class | waited | times the forecast p10 | p50 | p90 |\n" + "|---" * 7 + "|",
-        flush=True,
-    )
+    print(FORECASTS_HEAD + "\n" + "|---" * (FORECASTS_HEAD.count("|") - 1) + "|", flush=True)
     with ProcessPoolExecutor(arguments.jobs) as workers:
         for mix, load in dict.fromkeys((mix, load) for mix, load, _ in cases(arguments)):
             runs = workers.map(forecasts, repeat(mix), repeat(load), seeds, repeat(duration_s))

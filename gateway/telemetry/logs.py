@@ -491,17 +491,17 @@ def webhook_attempted(attempt: WebhookAttempt) -> None:
     delivery = attempt.delivery
     if attempt.outcome is WebhookOutcome.DELIVERED:
         return
-    number = delivery.failures + 1
+    number, subject = delivery.failures + 1, delivery.subject
     if attempt.retry_s is not None:
         webhooks_log.warning(
             "webhook %s: %s (%s) failed: %s; attempt %d of %d, the next in %.0f s",
-            *(delivery.endpoint, delivery.id, delivery.subject, attempt.detail),
+            *(delivery.endpoint, delivery.id, subject, attempt.detail),
             *(number, len(SCHEDULE_S), attempt.retry_s),
             extra=about(
                 "webhook_failed",
                 endpoint=delivery.endpoint,
                 id=delivery.id,
-                subject=delivery.subject,
+                subject=subject,
                 outcome=attempt.outcome.value,
                 reason=attempt.detail,
                 attempt=number,
@@ -515,12 +515,12 @@ def webhook_attempted(attempt: WebhookAttempt) -> None:
     }.get(attempt.outcome, f"given up after {number} attempts")
     webhooks_log.error(
         "webhook %s: %s (%s) failed: %s; %s",
-        *(delivery.endpoint, delivery.id, delivery.subject, attempt.detail, then),
+        *(delivery.endpoint, delivery.id, subject, attempt.detail, then),
         extra=about(
             "webhook_lost",
             endpoint=delivery.endpoint,
             id=delivery.id,
-            subject=delivery.subject,
+            subject=subject,
             outcome=attempt.outcome.value,
             reason=attempt.detail,
             attempt=number,

@@ -146,11 +146,7 @@ class WaitingLine:
         return self._tokens_started.totals(now)
 
     def drains_per_s(self, now: float) -> Mapping[tuple[str, str], float | None]:
-        """Return how many slots per second become free, per (model, class); None while that is unknown.
-
-        Slots of other classes with the same first pool count, because any of these classes can use them, and
-        slots of requests that have spilled there.
-        """
+        """Return how many slots per second become free, per (model, class); see `Forecasts.drains_per_s`."""
         return self._forecasts.drains_per_s(now)
 
     def waiters(self, now: float, most: int = LOOKAHEAD) -> Sequence[Waiter]:
@@ -360,7 +356,8 @@ class WaitingLine:
         if not self._waiting:
             return Turn((), refused, None)
         self._note_windows(views)
-        room = Room(self._with_offers(views), self._paused(now), now)
+        seen = self._with_offers(views)
+        room = Room(seen, self._paused(now), now)
         offers: list[Offer] = []
         hopeless: list[Entry] = []
         looked, has_long = 0, False
@@ -378,7 +375,7 @@ class WaitingLine:
                     has_long = has_long or entry.is_long
         for offer in offers:
             self._offer(offer, now)
-        self._forecasts.views = self._with_offers(views)
+        self._forecasts.views = self._with_offers(views) if offers else seen
         for entry in hopeless:
             no_backend = self._refuse(entry, Reason.NO_BACKEND, now)
             retry_after_s = _first_back_s(entry.ticket, views, now)
@@ -468,9 +465,9 @@ class WaitingLine:
     def _note_windows(self, views: Mapping[str, BackendView]) -> None:
         """Note which backends report a smaller window than is configured: fewer prompts wait for them."""
         windows = {
-            name: view.capacity.context_tokens
+            name: capacity.context_tokens
             for name, view in views.items()
-            if view.capacity is not view.backend.capacity
+            if (capacity := view.capacity) is not view.backend.capacity
         }
         if windows != self._windows:
             self._windows = windows
