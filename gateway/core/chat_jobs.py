@@ -83,11 +83,10 @@ class ChatReplay:
             returned.
     """
 
-    def __init__(self, job: Job, *, include_usage: bool, decode: Callable[[bytes], Any] = json.loads) -> None:
+    def __init__(self, job: Job, *, include_usage: bool) -> None:
         """Start at the beginning. `include_usage`: the caller asked for the usage event."""
         self._id, self._created = chat_id(job.id), int(job.created_at)
         self._include_usage = include_usage
-        self._decode = decode
         self._roles: set[int] = set()  # choices whose role was sent; a continued answer repeats it
         self.chunks = 0
         self.last: Chunk | None = None
@@ -104,7 +103,7 @@ class ChatReplay:
         if self.is_broken or self._is_invalid:
             return b""
         try:
-            data = b"".join([self._shown(event) for event in events(current(chunks), self._decode)])
+            data = b"".join([self._shown(event) for event in events(current(chunks))])
         except INVALID_EVENT:
             self.is_broken, self._is_invalid = self.has_spoken, True
             self._roles.clear()

@@ -11,9 +11,10 @@ or the text is valid only as a whole (a tool call, JSON), the job starts over.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from gateway.core.decoding import decode
 from gateway.core.jobs import Chunk, JobStatus
 from gateway.core.sse import payload_of, split
 from gateway.core.value import valueclass
@@ -51,15 +52,13 @@ def current(chunks: Iterable[Chunk]) -> list[Chunk]:
     return kept
 
 
-def answer_so_far(
-    chunks: Iterable[Chunk], choices: int = 1, decode: Callable[[bytes], Any] = json.loads
-) -> AnswerSoFar:
+def answer_so_far(chunks: Iterable[Chunk], choices: int = 1) -> AnswerSoFar:
     """Combine stored chunks of an answer with that many choices."""
     content: list[str] = []
     thought: list[str] = []
     calls_tools = False
     finish_reasons: dict[int, str] = {}
-    for event in events(current(chunks), decode):
+    for event in events(current(chunks)):
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
             content.append(delta.get("content") or "")
@@ -74,13 +73,10 @@ def answer_so_far(
 
 
 INVALID_EVENT = (ValueError, TypeError, AttributeError, RecursionError)
-"""What reading stored events raises if one is invalid: a stream is relayed without parsing all of it. Whether
-one is depends on the decoder: the worker accepts what its readers can read, who take no NaN."""
+"""What reading stored events raises if one is invalid: a stream is relayed without parsing all of it."""
 
 
-def events(
-    chunks: Iterable[Chunk], decode: Callable[[bytes], Any] = json.loads
-) -> Iterable[Mapping[str, Any]]:
+def events(chunks: Iterable[Chunk]) -> Iterable[Mapping[str, Any]]:
     """Yield the decoded events of chunks, in order."""
     for chunk in chunks:
         for event in split(chunk.data):

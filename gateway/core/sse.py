@@ -10,12 +10,12 @@ Only complete events are relayed: a partial event is useless to the caller, and 
 two events.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gateway.core.answers import ABORTED, BackendError, FewerChoices, error_of, usage_of
+from gateway.core.decoding import decode
 from gateway.core.event_template import EventTemplate
 from gateway.core.naming import ModelNames
 from gateway.core.usage import Usage
@@ -48,21 +48,13 @@ class StreamReader:
         fault: The error in the answer, or None. Nothing after it is relayed.
     """
 
-    def __init__(
-        self,
-        *,
-        choices: int,
-        names: ModelNames,
-        hide_usage: bool,
-        decode: Callable[[bytes], Any] = json.loads,
-    ) -> None:
+    def __init__(self, *, choices: int, names: ModelNames, hide_usage: bool) -> None:
         """Create a reader for an answer with that many choices.
 
         Args:
             choices: Number of choices that must finish.
             names: The backend's name for the model and the one to show instead.
             hide_usage: Whether to drop the usage event, because the gateway asked for it and not the caller.
-            decode: JSON decoder; raises ValueError for invalid JSON.
         """
         self.has_content = False
         self.usage: Usage | None = None
@@ -72,7 +64,6 @@ class StreamReader:
         self._finished: set[int] = set()
         self._names = names
         self._hide_usage = hide_usage
-        self._decode = decode
         self._tail: list[bytes] = []  # pieces of an incomplete event
         self._tail_bytes = 0
         self._template = EventTemplate()
@@ -238,7 +229,7 @@ class StreamReader:
 
     def _decoded(self, payload: bytes) -> dict[str, Any] | None:
         try:
-            decoded = self._decode(payload)
+            decoded = decode(payload)
         except (ValueError, RecursionError):
             return None
         return decoded if isinstance(decoded, dict) else None

@@ -388,7 +388,7 @@ class Background:
         replay: Replay | None = None
         while True:
             try:
-                replay = replay or Replay(await self.facts(job), msgspec.json.decode)
+                replay = replay or Replay(await self.facts(job))
                 if not is_news:
                     with self.waits.until_end():
                         if await self._jobs.changed(job.id, replay.chunks, FOLLOW_S, job.status):
@@ -596,6 +596,6 @@ def _expires_s(headers: Mapping[str, str]) -> float | None:
 
 
 def _replayed(facts: JobFacts, job: Job, chunks: Sequence[Chunk]) -> dict[str, Any]:
-    replay = Replay(facts, msgspec.json.decode)
+    replay = Replay(facts)
     replay.tell(job, chunks)
     return dict(replay.response)

@@ -577,7 +577,7 @@ class Answer(Downstream):
     stream: ChatStream = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stream = ChatStream(self.asked.draft, msgspec.json.decode)
+        self.stream = ChatStream(self.asked.draft)
 
     async def start(self, status: int, headers: Headers) -> None:
         """See `ports.Downstream.start`."""

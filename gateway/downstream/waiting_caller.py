@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import anyio
-import msgspec
 
 from gateway.core.chat_jobs import ChatReplay, chat_id, failure
 from gateway.core.errors import (
@@ -148,7 +147,7 @@ class WaitingCaller:
 
     async def _stream(self, job: Job) -> None:
         include_usage = self._waiter.include_usage
-        replay = ChatReplay(job, include_usage=include_usage, decode=msgspec.json.decode)
+        replay = ChatReplay(job, include_usage=include_usage)
         await self._comment(job, has_begun=False)
         while not (job.status.is_final and replay.chunks >= job.chunks):
             wait_s = self._wait_s(job, has_begun=replay.chunks > 0)

@@ -24,7 +24,6 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 import anyio
-import msgspec
 from anyio.abc import TaskGroup
 
 from gateway.core.errors import (
@@ -426,7 +425,7 @@ class Worker:
             body = job.new.body
             size = len(body) + size_of(chunks)
             try:
-                return await decoded(size, lambda: answer_so_far(chunks, choices(body), msgspec.json.decode))
+                return await decoded(size, lambda: answer_so_far(chunks, choices(body)))
             except INVALID_EVENT:
                 return None
 

@@ -10,7 +10,6 @@ from functools import partial
 from math import inf
 
 import anyio
-import msgspec
 
 from gateway.core import answers, deciding, quirks
 from gateway.core.answers import ABORTED, BackendError, FewerChoices, UnfitAnswer
@@ -287,7 +286,6 @@ class Attempt:
             choices=incoming.request.choices,
             names=self._names,
             hide_usage=incoming.usage_injected,
-            decode=msgspec.json.decode,
         )
 
     async def _relay_beginning(self, response: UpstreamResponse) -> bool:
@@ -380,7 +378,7 @@ class Attempt:
         if (fault := answer.fault(context.incoming.request.choices)) is not None:
             raise self._faulty(fault)
         if self._plan.remedies:
-            body, fault = mend_whole(self._plan.remedies, body, msgspec.json.decode)
+            body, fault = mend_whole(self._plan.remedies, body)
             if fault is not None:
                 raise self._faulty(fault)
         context.usage = answer.usage
@@ -392,7 +390,6 @@ class Attempt:
             self._plan.remedies,
             choices=self._context.incoming.request.choices,
             names=self._names,
-            decode=msgspec.json.decode,
         )
         size = 0
         while data := await response.read():

@@ -1,7 +1,6 @@
 """Assembly of a stream's events into a non-streaming chat answer, in the form the engine would have used."""
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,16 +21,9 @@ _EMPTY_MESSAGE: Mapping[str, Any] = {
 class AssemblingReader(MendingReader):
     """Reads a stream without relaying it; `whole` returns the answer once every choice has finished."""
 
-    def __init__(
-        self,
-        remedies: Iterable[Remedy],
-        *,
-        choices: int,
-        names: ModelNames,
-        decode: Callable[[bytes], Any] = json.loads,
-    ) -> None:
+    def __init__(self, remedies: Iterable[Remedy], *, choices: int, names: ModelNames) -> None:
         """Assemble the answer after applying `remedies`; the other arguments are those of `StreamReader`."""
-        super().__init__(remedies, choices=choices, names=names, hide_usage=False, decode=decode)
+        super().__init__(remedies, choices=choices, names=names, hide_usage=False)
         self._top: dict[str, Any] = {}
         self._choices: dict[int, _Choice] = {}
 

@@ -1,10 +1,11 @@
 """Application of remedies to answers: to a stream event by event, or to a non-streaming answer."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from gateway.core.answers import BackendError
+from gateway.core.decoding import decode
 from gateway.core.naming import ModelNames
 from gateway.core.quirks.remedy import Remedies, Remedy
 from gateway.core.sse import StreamReader
@@ -18,9 +19,7 @@ def encode(value: object) -> bytes:
     return _json(value).encode("utf-8", "replace")
 
 
-def mend_whole(
-    remedies: Iterable[Remedy], body: bytes, decode: Callable[[bytes], Any]
-) -> tuple[bytes, BackendError | None]:
+def mend_whole(remedies: Iterable[Remedy], body: bytes) -> tuple[bytes, BackendError | None]:
     """Return a non-streaming answer after applying `remedies`, and the fault they could not correct, or None.
 
     An unchanged answer keeps its bytes.
@@ -43,16 +42,10 @@ class MendingReader(StreamReader):
     """A `StreamReader` that applies remedies to its events. Unchanged events keep their bytes."""
 
     def __init__(
-        self,
-        remedies: Iterable[Remedy],
-        *,
-        choices: int,
-        names: ModelNames,
-        hide_usage: bool,
-        decode: Callable[[bytes], Any] = json.loads,
+        self, remedies: Iterable[Remedy], *, choices: int, names: ModelNames, hide_usage: bool
     ) -> None:
         """Apply `remedies` in order; the other arguments are those of `StreamReader`."""
-        super().__init__(choices=choices, names=names, hide_usage=hide_usage, decode=decode)
+        super().__init__(choices=choices, names=names, hide_usage=hide_usage)
         self._remedies = Remedies(remedies)
 
     @property

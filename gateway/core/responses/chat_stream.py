@@ -4,11 +4,10 @@ The pipeline has relayed, and thereby checked, the stream: it ends with `[DONE]`
 `[DONE]`. Comments are ignored.
 """
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from gateway.core.decoding import decode
 from gateway.core.responses.draft import Draft, Event
 from gateway.core.sse import last_end, payload_of, split
 
@@ -19,12 +18,10 @@ class ChatStream:
 
     Attributes:
         draft: The draft of the response.
-        decode: JSON decoder; raises ValueError for invalid JSON.
         tail: Bytes of an incomplete event.
     """
 
     draft: Draft
-    decode: Callable[[bytes], Any] = json.loads
     tail: bytes = b""
 
     def feed(self, data: bytes, now: int) -> list[Event]:
@@ -51,7 +48,7 @@ class ChatStream:
         if payload == b"[DONE]":
             return self.end() if self.draft.finish_reason is None else self.draft.complete(now)
         try:
-            chunk = self.decode(payload)
+            chunk = decode(payload)
         except (ValueError, RecursionError):
             chunk = None
         if not isinstance(chunk, Mapping):

@@ -5,7 +5,7 @@ and the same ids for every reader, on every gateway, before and after a restart.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -66,10 +66,9 @@ class Replay:
         chunks: Number of chunks processed; last: the last of them, or None.
     """
 
-    def __init__(self, facts: JobFacts, decode: Callable[[bytes], Any] = json.loads) -> None:
+    def __init__(self, facts: JobFacts) -> None:
         """Start before the first event."""
         self._draft = Draft(dict(facts.response), facts.token, facts.first_index)
-        self._decode = decode
         self._is_begun = self._is_started = False
         self._is_invalid = False  # the answer has an invalid event, so its worker starts it over
         self.chunks = 0
@@ -115,7 +114,7 @@ class Replay:
         if self._is_invalid:
             return events
         try:
-            for said in chat_events((chunk,), self._decode):
+            for said in chat_events((chunk,)):
                 events += self._draft.add(said)
         except INVALID_EVENT:
             self._is_invalid = True

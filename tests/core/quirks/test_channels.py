@@ -53,7 +53,7 @@ def test_whole_answers(text: str, told: tuple[str, str]) -> None:
     message = {"role": "assistant", "content": text, "reasoning": None}
     body = json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
 
-    mended, _ = mend_whole([channels()], body, json.loads)
+    mended, _ = mend_whole([channels()], body)
 
     found = json.loads(mended)["choices"][0]["message"]
     assert (found["reasoning"] or "", found["content"] or "") == told

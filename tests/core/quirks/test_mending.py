@@ -90,18 +90,18 @@ def test_a_whole_answer_goes_through_the_same_remedies() -> None:
     message = {"role": "assistant", "content": "caf\u00e9"}
     body = json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
 
-    assert mend_whole([Waiting()], body, json.loads) == (body, None)
-    mended, fault = mend_whole([Louder()], body, json.loads)
+    assert mend_whole([Waiting()], body) == (body, None)
+    mended, fault = mend_whole([Louder()], body)
     assert json.loads(mended)["choices"][0]["message"]["content"] == "CAF\u00c9"
     assert fault is None
 
 
 def test_a_whole_answer_that_cannot_be_read_is_none() -> None:
-    body, fault = mend_whole([Louder()], b'{"choices":[', json.loads)
+    body, fault = mend_whole([Louder()], b'{"choices":[')
 
     assert body == b'{"choices":['
     assert fault is not None
 
 
 def test_a_whole_answer_that_is_no_object_keeps_its_bytes() -> None:
-    assert mend_whole([Louder()], b'["choices"]', json.loads) == (b'["choices"]', None)
+    assert mend_whole([Louder()], b'["choices"]') == (b'["choices"]', None)

@@ -38,7 +38,7 @@ def test_streamed_and_whole(field: ReasoningField, came: dict[str, Any], shown: 
     ).encode()
 
     streamed = decoded(at_every_cut(lambda: [RenameReasoning(field)], wire))
-    whole = json.loads(mend_whole([RenameReasoning(field)], body, json.loads)[0])
+    whole = json.loads(mend_whole([RenameReasoning(field)], body)[0])
 
     assert [one["choices"][0]["delta"] for one in streamed[1:4]] == [shown, {"content": "x", **shown}, shown]
     assert whole["choices"][0]["message"] == {"content": "x", **shown}

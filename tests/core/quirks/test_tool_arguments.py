@@ -114,8 +114,8 @@ def test_whole_answers_too(written: str, is_good: bool) -> None:
     choice = {"index": 0, "message": {"content": None, "tool_calls": calls}, "finish_reason": "tool_calls"}
     body = json.dumps({"choices": [choice]}).encode()
 
-    assert mend_whole([ToolArguments()], body, json.loads)[0] == body
-    assert (mend_whole([ToolArguments()], body, json.loads)[1] is None) is is_good
+    assert mend_whole([ToolArguments()], body)[0] == body
+    assert (mend_whole([ToolArguments()], body)[1] is None) is is_good
 
 
 def test_which_answers_are_looked_at() -> None:

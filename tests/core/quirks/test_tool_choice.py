@@ -120,7 +120,7 @@ def test_once_all_have_called_nothing_more_is_looked_into() -> None:
 def test_whole_answers(message: dict[str, Any], finish: str, is_fit: bool) -> None:
     body = json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": finish}]}).encode()
 
-    mended, fault = mend_whole([ForcedCall(1, None)], body, json.loads)
+    mended, fault = mend_whole([ForcedCall(1, None)], body)
 
     assert mended == body
     assert (fault is None) is is_fit
