@@ -151,7 +151,7 @@ class Gateway:
         self.jobs = parts.jobs(settings)
         self._switch = BoxSwitch(parts.members(settings, environ, backends, secrets, tls))
         self.boxes = BoxController(
-            {name: settings.box_rules(name, parts.box_settle_s(settings)) for name in settings.boxes},
+            {name: settings.box_rules(name, parts.box_settle_s(settings)) for name in settings.box_members()},
             backends,
             boot_s=settings.box_boots_s(),
             switch=self._switch,
@@ -166,7 +166,7 @@ class Gateway:
             on_swap=lambda box_id, swap: self.metrics.box_swapped(box_id, swap),
         )
         self.metrics = Metrics()
-        self.metrics.boxes_known({name: box.backends for name, box in settings.boxes.items()})
+        self.metrics.boxes_known(settings.box_members())
         self.metrics.config_in_force(self.policy.version, self.policy.backends, self.clock.wall())
         self.loop_watch = LoopWatch(self.metrics.registry, self.clock)
         self.open_files = OpenFiles()

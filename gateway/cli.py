@@ -162,12 +162,12 @@ def _vocabulary_faults(settings: "Settings | None") -> "Iterator[Problem]":
 
 def _store_faults(settings: "Settings | None") -> "Iterator[Problem]":
     """Yield why the options in the URL of a configuration's store cannot be used."""
-    if settings is None or settings.store is None:
+    if settings is None or settings.document.store is None:
         return
     from gateway.store import connections
 
     try:
-        connections.validate(settings.store.url)
+        connections.validate(settings.document.store.url)
     except ConfigError as error:
         yield settings.problem(("store", "url"), str(error))
 

@@ -9,6 +9,7 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from gateway.clock import SystemClock
@@ -66,21 +67,22 @@ def ledger(settings: Settings, owner: str) -> "MemoryLedger | FallbackLedger":
     Raises:
         ConfigError: an option in the URL of the store is unknown, or has an invalid value.
     """
-    if settings.store is None:
+    store = settings.document.store
+    if store is None:
         return MemoryLedger()
     from gateway.store import connections
     from gateway.store.fallback import FallbackLedger
     from gateway.store.redis import RedisLedger
 
     try:
-        connections.validate(settings.store.url)
+        connections.validate(store.url)
     except ConfigError as error:
         raise ConfigError(str(settings.problem(("store", "url"), str(error)))) from error
     return FallbackLedger(
         RedisLedger(
-            settings.store.url,
-            prefix=settings.store.prefix,
-            takes_turns=[name for box in settings.boxes.values() for name in box.backends],
+            store.url,
+            prefix=store.prefix,
+            takes_turns=tuple(chain.from_iterable(settings.box_members().values())),
             owner=owner,
         ),
         replicas_min=settings.workers,
@@ -89,11 +91,12 @@ def ledger(settings: Settings, owner: str) -> "MemoryLedger | FallbackLedger":
 
 def board(settings: Settings, owner: str) -> "MemoryBoard | RedisBoard":
     """Return the board on which processes agree on the owners of boxes."""
-    if settings.store is None or not settings.boxes:
+    store = settings.document.store
+    if store is None or not settings.document.boxes:
         return MemoryBoard()
     from gateway.store.boards import RedisBoard
 
-    return RedisBoard(settings.store.url, prefix=settings.store.prefix, owner=owner)
+    return RedisBoard(store.url, prefix=store.prefix, owner=owner)
 
 
 def members(
@@ -113,7 +116,7 @@ def members(
             tls[member],
             settings.launch_record(name),
         )
-        for name, box in settings.boxes.items()
+        for name, box in settings.document.boxes.items()
         for member, section in box.backends.items()
     }
 
@@ -135,24 +138,24 @@ def _call(section: RequestSection) -> Call:
 
 def box_settle_s(settings: Settings) -> float:
     """Return the minimum drain time of a box, so that no request on its way to it is missed."""
-    if settings.store is not None:
+    if settings.document.store is not None:
         return SETTLE_S
     return JOBS_SETTLE_S if settings.jobs_store is not None else 0.0
 
 
 def response_store(settings: Settings, clock: SystemClock) -> "MemoryResponseStore | RedisResponseStore":
     """Return the store for responses."""
-    bytes_max = settings.document.responses.max_bytes_per_key
-    if settings.store is None:
+    store, bytes_max = settings.document.store, settings.document.responses.max_bytes_per_key
+    if store is None:
         return MemoryResponseStore(clock, bytes_max)
     from gateway.store.responses import RedisResponseStore
 
-    return RedisResponseStore(settings.store.url, prefix=settings.store.prefix, bytes_max=bytes_max)
+    return RedisResponseStore(store.url, prefix=store.prefix, bytes_max=bytes_max)
 
 
 def idempotency(settings: Settings, clock: SystemClock) -> IdempotencyRules:
     """Return the store for answers by idempotency key, and its rules."""
-    section, store = settings.document.idempotency, settings.jobs_store or settings.store
+    section, store = settings.document.idempotency, settings.jobs_store or settings.document.store
     bytes_max = section.max_bytes_per_key
     kept: IdempotencyStore
     if store is None:
@@ -184,7 +187,7 @@ def background(
     revocations: Revocations,
 ) -> Background | None:
     """Return what accepts jobs and shows them to their callers; None without jobs."""
-    section = settings.jobs
+    section = settings.document.jobs
     if section is None or jobs is None:
         return None
     rules = JobRules(
@@ -219,7 +222,7 @@ def worker(
     tracing: "Tracing | None",
 ) -> Worker | None:
     """Return the worker of this process, which is called `name`; None if it runs no jobs."""
-    section = settings.jobs
+    section = settings.document.jobs
     if section is None or jobs is None or not settings.works_jobs:
         return None
     rules = WorkerRules(
@@ -253,7 +256,7 @@ def worker(
 
 def batching(settings: Settings, revocations: Revocations) -> Batching | None:
     """Return the stores of batches and files, and their rules; None without jobs."""
-    store, section = settings.jobs_store, settings.jobs
+    store, section = settings.jobs_store, settings.document.jobs
     if store is None or section is None:
         return None
     from gateway.store.batches import RedisBatches
@@ -276,7 +279,7 @@ def batch_runner(
     settings: Settings, batching: Batching | None, jobs: "RedisJobs | None", lines: BatchLines
 ) -> BatchRunner | None:
     """Return the batch runner of this process; None without jobs."""
-    section = settings.jobs
+    section = settings.document.jobs
     if section is None or batching is None or jobs is None:
         return None
     rules = BatchRules(queued_max=section.batches.queued_max_per_key)
@@ -288,7 +291,7 @@ def webhooks(
 ) -> Webhooks | None:
     """Return what delivers webhooks; None without endpoints."""
     endpoints = settings.webhooks(environ)
-    store = settings.jobs_store or settings.store
+    store = settings.jobs_store or settings.document.store
     if not endpoints or store is None:
         return None
     from gateway.store.webhooks import RedisWebhooks
@@ -371,8 +374,7 @@ def decision_log(settings: Settings, metrics: Metrics, clock: SystemClock) -> De
 def tell_policy(log: DecisionLog | None, settings: Settings, policy: Policy) -> None:
     """Register a policy, which is that of these settings, with the decision log."""
     if log is not None:
-        boxes = {name: tuple(box.backends) for name, box in settings.boxes.items()}
-        log.policy_in_force(policy, settings.engines(), boxes)
+        log.policy_in_force(policy, settings.engines(), settings.box_members())
 
 
 def say_how_it_counts(estimator: PromptEstimator) -> None:

@@ -162,10 +162,10 @@ async def serve(
         group = WorkerGroup(_end_s(settings), announce, on_last_started=listen.close)
         async with TasksBeside(ConfigError) as tasks:
             tasks.start_soon(logs.run, SystemClock())
-            if settings.store is None:
+            if settings.document.store is None:
                 url = await start_store(tasks, settings.jobs_folder, signals)
                 order = replace(order, store_url=url)
-            if settings.store is not None or order.store_url is not None:
+            if settings.document.store is not None or order.store_url is not None:
                 tasks.start_soon(_pass_on, signals, settings, environ, group)
                 tasks.start_soon(_pass_hints_on, hints, settings, environ, group)
                 if settings.document.reload.watch:

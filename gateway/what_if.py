@@ -147,7 +147,7 @@ def read(
         raise Unauthorized(f"The configuration names no API key {key!r}; {there_are}.")
     received, rules = Received(_NOW, body, key, headers or {}, ()), wire_rules(settings)
     if not completions and responses.is_response(body):
-        found = responses.read_alone(received, rules, has_jobs=settings.jobs is not None)
+        found = responses.read_alone(received, rules, has_jobs=settings.document.jobs is not None)
         incoming, notes = found.incoming, (_REFERS,) if found.refers else ()
         return Asked(incoming, notes, found.is_background)
     incoming = wire.read(Endpoint.COMPLETIONS if completions else Endpoint.CHAT, received, rules)

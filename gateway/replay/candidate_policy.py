@@ -20,8 +20,4 @@ class CandidatePolicy:
     @classmethod
     def of(cls, settings: Settings) -> "CandidatePolicy":
         """Return the policy of a configuration."""
-        return cls(
-            settings.policy(),
-            settings.engines(),
-            {name: tuple(box.backends) for name, box in settings.boxes.items()},
-        )
+        return cls(settings.policy(), settings.engines(), settings.box_members())

@@ -260,7 +260,7 @@ def _is_guessed(settings: Settings, name: str) -> bool:
 
 
 def _webhooks(settings: Settings) -> Iterator[Finding]:
-    if settings.document.webhooks and settings.store is None and settings.jobs is None:
+    if settings.document.webhooks and settings.document.store is None and settings.document.jobs is None:
         yield Finding(("webhooks",), "webhooks without `jobs`: nothing is sent")
     for name, section in settings.document.webhooks.items():
         url = urlsplit(section.url)
@@ -349,8 +349,8 @@ def _exposure(settings: Settings) -> Iterator[Finding]:
         message = "the admin address is not a loopback one: everyone who can reach it sees status and metrics"
         yield Finding(("admin",), message)
     path = settings.tree.known(("store", "url"))
-    if settings.store is not None and path and path not in settings.tree.substituted:
-        url = urlsplit(settings.store.url)
+    if settings.document.store is not None and path and path not in settings.tree.substituted:
+        url = urlsplit(settings.document.store.url)
         if url.password or "password=" in url.query:
             message = (
                 "the store's password is in this file, which the admin port shows: "

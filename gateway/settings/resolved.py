@@ -18,8 +18,7 @@ from gateway.settings.files import file_fault
 from gateway.settings.policies import policy_of
 from gateway.settings.problems import Finding, Problem
 from gateway.settings.secrets import SecretMissing, SecretRef, carried, digest
-from gateway.settings.sections.boxes import BoxSection
-from gateway.settings.sections.service import JobsSection, StoreSection
+from gateway.settings.sections.service import StoreSection
 from gateway.settings.sections.site_profiles import resolve
 from gateway.settings.tls import BackendTls, store_faults, tls_fault
 from gateway.settings.yaml_tree import Path as TreePath
@@ -70,28 +69,18 @@ class Settings:
         return self._file(self.document.tokenizer.vocab)
 
     @property
-    def store(self) -> StoreSection | None:
-        """The store for shared limits; None if this process counts alone."""
-        return self.document.store
-
-    @property
-    def jobs(self) -> JobsSection | None:
-        """The section `jobs`; None without jobs."""
-        return self.document.jobs
-
-    @property
     def jobs_folder(self) -> Path | None:
         """The data folder of an embedded store for jobs; None if none is needed."""
-        if self.jobs is None or self.store is not None:
+        if self.document.jobs is None or self.document.store is not None:
             return None
-        return self._file(self.jobs.data_dir)
+        return self._file(self.document.jobs.data_dir)
 
     def with_jobs_at(self, url: str) -> "Settings":
         """Return these settings with jobs stored at `url`, if the file names no store.
 
         If other processes run the jobs, limits are shared there too.
         """
-        if self.jobs is not None and not self.jobs.work_in_serve:
+        if self.document.jobs is not None and not self.document.jobs.work_in_serve:
             shared = self.document.model_copy(update={"store": StoreSection(url=url)})
             return replace(self, document=shared)
         return replace(self, jobs_url=url)
@@ -99,7 +88,7 @@ class Settings:
     @property
     def works_jobs(self) -> bool:
         """Whether this process runs jobs."""
-        return self.jobs is not None and (self.is_job_worker or self.jobs.work_in_serve)
+        return self.document.jobs is not None and (self.is_job_worker or self.document.jobs.work_in_serve)
 
     def for_job_worker(self, admin: str | None) -> "Settings":
         """Return the settings of a process that only runs jobs, without a listener for applications.
@@ -110,9 +99,9 @@ class Settings:
         Raises:
             ConfigError: there are no jobs, or limits would not be shared between processes.
         """
-        if self.jobs is None:
+        if self.document.jobs is None:
             raise ConfigError(f"{self.path}: it has no `jobs`, so there is nothing for a worker to do")
-        if self.store is None and self.jobs.work_in_serve:
+        if self.document.store is None and self.document.jobs.work_in_serve:
             message = (
                 "without a `store`, the process that serves counts slots on backends for itself alone, and a "
                 "worker beside it would fill them twice: name a `store`, or write `work_in_serve: false`"
@@ -124,9 +113,9 @@ class Settings:
     @property
     def jobs_store(self) -> StoreSection | None:
         """The store for jobs; None without jobs."""
-        if self.jobs is None:
+        if self.document.jobs is None:
             return None
-        return self.store or (None if self.jobs_url is None else StoreSection(url=self.jobs_url))
+        return self.document.store or (None if self.jobs_url is None else StoreSection(url=self.jobs_url))
 
     def for_worker(self, number: int, workers: int, store_url: str | None) -> "Settings":
         """Return the settings of one of several processes: its admin port is increased by `number`.
@@ -140,7 +129,7 @@ class Settings:
             ConfigError: there is no such port, or it is that of `listen`.
         """
         own: dict[str, object] = {}
-        if self.store is None and store_url is not None:
+        if self.document.store is None and store_url is not None:
             own["store"] = StoreSection(url=store_url)
         if self.admin is not None and self.admin.port:
             port = self.admin.port + number
@@ -169,10 +158,9 @@ class Settings:
 
     # -------------------------------------------------------------- boxes
 
-    @property
-    def boxes(self) -> Mapping[str, BoxSection]:
-        """Machines on which models take turns, by name."""
-        return self.document.boxes
+    def box_members(self) -> Mapping[str, tuple[str, ...]]:
+        """Return the backends of each box, which take turns on it."""
+        return {name: tuple(box.backends) for name, box in self.document.boxes.items()}
 
     def box_rules(self, name: str, settle_s: float) -> BoxRules:
         """Return the rules for a box. `settle_s`: minimum drain time, so that other gateways notice it."""
@@ -185,7 +173,7 @@ class Settings:
         """Return the boot time of each model of a box according to its profile; 0 if it only wakes up."""
         return {
             name: 0.0 if one.sleep is not None else self.profile(name).boot_s or 0.0
-            for box in self.boxes.values()
+            for box in self.document.boxes.values()
             for name, one in box.backends.items()
         }
 
@@ -328,16 +316,17 @@ class Settings:
             for key, one in (("ca_file", replace(tls, cert_file=None, key_file=None)), ("cert_file", own)):
                 if fault := tls_fault(one):
                     yield self.problem(("backends", name, "tls", key), fault)
-        if self.store is not None:
-            for fault in store_faults(self.store.url):
+        if self.document.store is not None:
+            for fault in store_faults(self.document.store.url):
                 yield self.problem(("store", "url"), fault)
         yield from self._unmet_folders()
 
     def _unmet_folders(self) -> Iterator[Problem]:
-        if self.jobs_folder is not None and self.jobs is not None:
+        jobs = self.document.jobs
+        if self.jobs_folder is not None and jobs is not None:
             place = "jobs", "data_dir"
-            if _is_homeless(self.jobs.data_dir):
-                yield self.problem(place, f"there is no home directory {Path(self.jobs.data_dir).parts[0]}")
+            if _is_homeless(jobs.data_dir):
+                yield self.problem(place, f"there is no home directory {Path(jobs.data_dir).parts[0]}")
             elif os.path.exists(self.jobs_folder) and not os.path.isdir(self.jobs_folder):
                 yield self.problem(place, f"{self.jobs_folder} is not a folder")
         if self.decisions_file is not None:

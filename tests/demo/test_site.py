@@ -18,7 +18,7 @@ def test_the_configuration_is_valid_and_routes_as_the_shipped_demo_file(tmp_path
     mine, shipped = settings.load(tmp_path / "demo.yaml"), settings.load(SHIPPED)
     ours, theirs = mine.policy(), shipped.policy()
     assert (ours.models, ours.pools, ours.backends) == (theirs.models, theirs.pools, theirs.backends)
-    assert mine.boxes == shipped.boxes
+    assert mine.document.boxes == shipped.document.boxes
     assert ours.model(MODEL) is not None
 
 

@@ -664,7 +664,7 @@ def test_each_worker_has_a_port_for_operators(
     settings = loaded(f"admin: {admin}\n{plain}").for_worker(number, 4, None)
 
     assert settings.admin == own
-    assert settings.store is None
+    assert settings.document.store is None
 
 
 def test_a_worker_without_a_port_for_operators_is_a_configuration_error(loaded: Load, plain: str) -> None:
@@ -691,7 +691,7 @@ def test_a_worker_whose_port_for_operators_is_that_for_applications_is_a_configu
 def test_workers_share_the_store_of_the_file_or_one_of_their_own(
     loaded: Load, plain: str, line: str, url: str, prefix: str
 ) -> None:
-    store = loaded(line + plain).for_worker(0, 4, "unix:///run/own").store
+    store = loaded(line + plain).for_worker(0, 4, "unix:///run/own").document.store
 
     assert store is not None
     assert (store.url, store.prefix) == (url, prefix)
@@ -718,7 +718,7 @@ def test_who_works_jobs_off_and_shares_limits_for_it(
 ) -> None:
     settings = loaded(f"{plain}jobs: {jobs}\n").with_jobs_at("unix:///kept")
     assert settings.works_jobs is serves
-    assert (settings.store is not None) is shares
+    assert (settings.document.store is not None) is shares
     assert settings.jobs_store is not None
     assert settings.jobs_store.url == "unix:///kept"
 
