@@ -14,12 +14,13 @@ from litestar import MediaType, Request, Response, get
 from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
 
-from gateway.core.chat_jobs import failure, job_id, response_echo
+from gateway.core.chat_jobs import failure, job_id
 from gateway.core.errors import GatewayError, JobNotFinished, ResponseNotFound, ShedError, StoreUnavailable
 from gateway.core.idempotency import HEADER
 from gateway.core.jobs import Job
 from gateway.core.prefer import Preference, preference
 from gateway.core.quirks.tool_markup import NOT_IN_STREAMS
+from gateway.core.responses.chat_echo import echo_of_chat
 from gateway.core.responses.replay import JobFacts
 from gateway.core.responses.request import new_response
 from gateway.core.values import Endpoint, Estimate, OnDisconnect, TrafficClass, Waiting
@@ -140,7 +141,7 @@ class ChatJobs:
         # A job that ends with its caller's connection must not be found when the caller repeats the request.
         is_found_again = queue is not OnDisconnect.CANCEL
         token = secrets.token_hex(16)
-        echo = response_echo(request.member, request.request.model, store=is_kept)
+        echo = echo_of_chat(request.member, request.request.model, store=is_kept)
         response = new_response(echo, token, int(request.arrival.wall_at)) | {"background": True}
         try:
             check_depth(response)
