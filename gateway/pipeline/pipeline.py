@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from hashlib import blake2b
 from itertools import chain
 from math import inf
 from types import MappingProxyType
@@ -19,7 +18,6 @@ from anyio.abc import TaskGroup
 from gateway.cohort import Cohort
 from gateway.core import classification, deciding
 from gateway.core.admission import WHOLE
-from gateway.core.blame import IN_A_ROW, PAUSE_S, REPEATED_S, Blame, Doubts
 from gateway.core.box_demand import class_of, servers
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
@@ -42,7 +40,7 @@ from gateway.core.estimation import is_plain
 from gateway.core.health import BackendStatus, Outcome, State, served_name
 from gateway.core.jobs import Serving, model_and_class
 from gateway.core.selection import CACHED_MIN_TOKENS, BackendView, unavailable_reason
-from gateway.core.usage import AttemptRecord, Ending
+from gateway.core.usage import Ending
 from gateway.core.values import (
     Backend,
     Candidate,
@@ -63,6 +61,7 @@ from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s, patient
 from gateway.pipeline.attempt import Attempt
 from gateway.pipeline.caller import SSE_HEADERS, CallerStalled, KeepAlive, patience_s, while_caller_reads
 from gateway.pipeline.deadline import Deadlines
+from gateway.pipeline.failures import Failures
 from gateway.pipeline.first_tokens import FirstTokens
 from gateway.pipeline.request_context import RequestContext
 from gateway.pipeline.waiting_room import PolicyChanged, WaitingRoom
@@ -80,24 +79,12 @@ from gateway.ports import (
     Upstream,
 )
 
-_REFUSALS = frozenset({Outcome.FAILED, Outcome.MISCONFIGURED})
-"""Outcomes that may be caused by the request itself rather than by the backend."""
-
 BYTES_PER_TOKEN = 4
 """Approximate bytes per token of prose: 4.2 in docs/performance.md#how-it-is-measured."""
 
 NO_WAIT_S = 0.001
 """A request that got a slot in less than this counts as not having waited. A choice: a command to the store
 may take as long."""
-
-EARLY_S = 0.01
-"""No timer of an event loop is early by as much. A choice: uvloop counts whole milliseconds, and one timer in
-three is early, by up to one."""
-
-_IN_DOUBT: Objection = (
-    Exclusion.UNHEALTHY,
-    f"the last {IN_A_ROW} requests on it, or more, have failed; whose fault it was is not known yet",
-)
 
 _NO_FAILURES: frozenset[str] = frozenset()
 _NO_SHARES: Mapping[str, float] = MappingProxyType({})
@@ -150,8 +137,6 @@ class Pipeline:
         self._recorder = recorder
         self._clock = clock
         self._objections = objections
-        self._blame = Blame()
-        self._doubts = Doubts()
         self._running: dict[str, set[Attempt]] = {}
         self._deadlines: Deadlines | None = None  # of the event loop in which requests run
         self._newest = policy()
@@ -159,6 +144,7 @@ class Pipeline:
         self.cohort = Cohort() if cohort is None else cohort
         self.watch = watch
         self.room = WaitingRoom(line, ledger, lambda: self._views(self._newest.backends), clock, self.cohort)
+        self._failures = Failures(fleet, clock, self.room.look)
         watch.on_share_raised(self.room.look)
         self.first_tokens = FirstTokens(ledger, clock)
         self._is_ending = False  # a cancelled request does not mean that its caller has left
@@ -210,7 +196,7 @@ class Pipeline:
             raise
         finally:
             self.cohort.size -= 1
-            self._judge(context)
+            self._failures.judge(context)
             self._recorder.finished(context.record(self._clock.now()))
 
     def _note_cancelled(self, context: RequestContext) -> None:
@@ -536,8 +522,8 @@ class Pipeline:
         """Return snapshots of backends. The waiting line adds its own queue and open offers to them."""
         statuses, load_of, shares_max = self._fleet.statuses(), self._ledger.load, self.watch.shares_max()
         kv_taken, objections = self._counts.kv_taken, self._objections()
-        if self._doubts.rows:
-            statuses, objections = self._doubting(statuses, objections)
+        if self._failures.doubts.rows:
+            statuses, objections = self._failures.doubting(self._newest, statuses, objections)
         views: dict[str, BackendView] = {}
         if not (kv_taken or long_waiting or objections or shares_max):  # the usual case
             for name, backend in backends.items():
@@ -559,25 +545,6 @@ class Pipeline:
             if (view := views.get(name)) is not None:
                 views[name] = replace(view, load=view.load + claims)
         return views
-
-    def _doubting(
-        self, statuses: Mapping[str, BackendStatus], objections: Mapping[str, Objection]
-    ) -> tuple[Mapping[str, BackendStatus], Mapping[str, Objection]]:
-        """Return the statuses and objections that apply while backends are in doubt (`core.blame`)."""
-        policy = self._newest
-
-        def is_available(name: str) -> bool:
-            status = statuses.get(name, _UNKNOWN)
-            return name not in objections and unavailable_reason(policy.backends[name], status) is None
-
-        of_doubts, probation = dict[str, Objection](), dict[str, BackendStatus]()
-        for name, is_paused in self._doubts.passed_over(policy, is_available, self._clock.now()).items():
-            status = statuses.get(name, _UNKNOWN)
-            if is_paused:
-                of_doubts[name] = _IN_DOUBT
-            elif status.state is State.UP:
-                probation[name] = replace(status, state=State.PROBATION)
-        return {**statuses, **probation}, {**of_doubts, **objections}
 
     # -------------------------------------------------------------- admit
 
@@ -642,9 +609,7 @@ class Pipeline:
                 self._clock.now(),
                 resumes_anywhere=tokens < CACHED_MIN_TOKENS or self._resumes_anywhere(backend.id),
             )
-            if self._doubts.rows and self._doubts.answered(backend):
-                self.room.look()  # more may start there than in doubt
-            self._report(context)
+            self._failures.answered(context, backend)
             if is_seen:
                 if slot.load.long_unanswered:
                     self.room.line.prefilled(ticket.id, backend.id, self._clock.now())
@@ -666,35 +631,7 @@ class Pipeline:
             record = context.attempts[-1]
             watch.ended(context.usage if record.outcome is Outcome.OK else None)
             self._recorder.attempt(record)
-            if record.outcome in _REFUSALS:
-                context.unreported.append(record)
-                if self._doubts.failed(backend, _digest(context), self._clock.now()):
-                    for ends_s in (PAUSE_S, REPEATED_S):  # of its pause, and of the doubt
-                        deadlines.loop.call_later(ends_s + EARLY_S, self.room.look)
-            else:
-                self._fleet.report(backend.id, record.outcome, record.detail, record.started_at)
-
-    def _report(self, context: RequestContext) -> None:
-        """Report the failed attempts so far: since another backend answered, the request was not at fault."""
-        for attempt in context.unreported:
-            self._fleet.report(attempt.backend, attempt.outcome, attempt.detail, attempt.started_at)
-        context.unreported.clear()
-
-    def _judge(self, context: RequestContext) -> None:
-        """Report the remaining attempts. If several backends refused the request, the request is at fault.
-
-        A request that was tried on one backend only counts against it once: if the caller repeats it and it
-        fails again, the request is at fault. Attempts of a request that crashed an engine always count.
-        """
-        left = context.unreported
-        if left and not context.crashes and (len(left) > 1 or self._is_repeated(context, left[0])):
-            context.unreported = [replace(one, outcome=Outcome.REJECTED) for one in left]
-        self._report(context)
-
-    def _is_repeated(self, context: RequestContext, attempt: AttemptRecord) -> bool:
-        if attempt.outcome is not Outcome.FAILED:
-            return False
-        return not self._blame.count(attempt.backend, _digest(context), self._clock.now())
+            self._failures.ended(context, backend, record)
 
     def _resumes_anywhere(self, backend_id: str) -> bool:
         engine = self._fleet.statuses().get(backend_id, _UNKNOWN).engine
@@ -721,11 +658,6 @@ class Pipeline:
 
 
 _UNKNOWN = BackendStatus()
-
-
-def _digest(context: RequestContext) -> bytes:
-    """Return what tells a request from others, and is the same if a caller repeats it."""
-    return blake2b(context.incoming.body_for(""), digest_size=16).digest()
 
 
 def _for_others(ticket: Ticket, policy: Policy) -> frozenset[str]:

@@ -15,7 +15,7 @@ from support.loops import on_both_loops
 
 from gateway.pipeline import deadline as deadlines
 from gateway.pipeline.deadline import Deadline, Deadlines
-from gateway.pipeline.pipeline import EARLY_S
+from gateway.pipeline.failures import EARLY_S
 
 anyio_backend = on_both_loops
 

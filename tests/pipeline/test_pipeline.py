@@ -69,7 +69,7 @@ from gateway.core.values import (
     Turn,
     When,
 )
-from gateway.pipeline import CallerStalled, pipeline
+from gateway.pipeline import CallerStalled, failures
 from gateway.ports import Arrival, Slot, StreamTransform, UpstreamResponse
 
 GOOD = Script([ROLE + HELLO, STOP, DONE])
@@ -536,7 +536,7 @@ async def test_who_waits_for_one_in_doubt_starts_there_once_it_has_begun_to_answ
 async def test_who_waits_for_one_in_doubt_starts_there_when_its_pause_is_over(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "PAUSE_S", 0.5)
+    monkeypatch.setattr(failures, "PAUSE_S", 0.5)
     world.policy = patient(POLICY, 60.0)
     world.pipeline.policy_changed()
     await fail_in_a_row(world)
@@ -561,7 +561,7 @@ async def test_who_waits_for_one_in_doubt_starts_there_when_the_doubt_is_over(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The few that it was given read their prompts for longer than a doubt lasts."""
-    monkeypatch.setattr(pipeline, "REPEATED_S", 0.5)
+    monkeypatch.setattr(failures, "REPEATED_S", 0.5)
     world.policy = patient(WIDE, 600.0)
     world.pipeline.policy_changed()
     await fail_in_a_row(world)

@@ -1,0 +1,111 @@
+"""Failed attempts: when they count against their backends, and which backends are passed over until then.
+
+A failure may be the fault of the backend or of the request. It is reported to the fleet once another backend
+has answered the request, or at the request's end.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from hashlib import blake2b
+
+from gateway.core.blame import IN_A_ROW, PAUSE_S, REPEATED_S, Blame, Doubts
+from gateway.core.health import BackendStatus, Outcome, State
+from gateway.core.selection import unavailable_reason
+from gateway.core.usage import AttemptRecord
+from gateway.core.values import Backend, Exclusion, Objection, Policy
+from gateway.pipeline.request_context import RequestContext
+from gateway.ports import Clock, Fleet
+
+EARLY_S = 0.01
+"""No timer of an event loop is early by as much. A choice: uvloop counts whole milliseconds, and one timer in
+three is early, by up to one."""
+
+_REFUSALS = frozenset({Outcome.FAILED, Outcome.MISCONFIGURED})
+"""Outcomes that may be caused by the request itself rather than by the backend."""
+
+_IN_DOUBT: Objection = (
+    Exclusion.UNHEALTHY,
+    f"the last {IN_A_ROW} requests on it, or more, have failed; whose fault it was is not known yet",
+)
+
+_UNKNOWN = BackendStatus()
+
+
+class Failures:
+    """Attributes failures for all requests of a process, and reports the outcomes of attempts to the fleet.
+
+    Attributes:
+        doubts: The backends that are in doubt; without any, `doubting` changes nothing.
+    """
+
+    def __init__(self, fleet: Fleet, clock: Clock, look: Callable[[], None]) -> None:
+        """Report to `fleet`; call `look` whenever more requests may start on a backend that was in doubt."""
+        self._fleet = fleet
+        self._clock = clock
+        self._look = look
+        self._blame = Blame()
+        self.doubts = Doubts()
+
+    def answered(self, context: RequestContext, backend: Backend) -> None:
+        """Note that `backend` has begun to answer: earlier attempts did not fail because of the request."""
+        if self.doubts.rows and self.doubts.answered(backend):
+            self._look()  # more may start there than in doubt
+        if context.unreported:
+            self._report(context)
+
+    def ended(self, context: RequestContext, backend: Backend, attempt: AttemptRecord) -> None:
+        """Report an attempt on `backend`; one for which the request may be at fault is kept until later."""
+        if attempt.outcome not in _REFUSALS:
+            self._fleet.report(backend.id, attempt.outcome, attempt.detail, attempt.started_at)
+            return
+        context.unreported.append(attempt)
+        if self.doubts.failed(backend, _digest(context), self._clock.now()):
+            for ends_s in (PAUSE_S, REPEATED_S):  # of its pause, and of the doubt
+                asyncio.get_running_loop().call_later(ends_s + EARLY_S, self._look)
+
+    def judge(self, context: RequestContext) -> None:
+        """Report the remaining attempts. If several backends refused the request, the request is at fault.
+
+        A request that was tried on one backend only counts against it once: if the caller repeats it and it
+        fails again, the request is at fault. Attempts of a request that crashed an engine always count.
+        """
+        left = context.unreported
+        if not left:
+            return
+        if not context.crashes and (len(left) > 1 or self._is_repeated(context, left[0])):
+            context.unreported = [replace(one, outcome=Outcome.REJECTED) for one in left]
+        self._report(context)
+
+    def doubting(
+        self, policy: Policy, statuses: Mapping[str, BackendStatus], objections: Mapping[str, Objection]
+    ) -> tuple[Mapping[str, BackendStatus], Mapping[str, Objection]]:
+        """Return the statuses and objections that apply while backends are in doubt (`core.blame`)."""
+
+        def is_available(name: str) -> bool:
+            status = statuses.get(name, _UNKNOWN)
+            return name not in objections and unavailable_reason(policy.backends[name], status) is None
+
+        of_doubts, probation = dict[str, Objection](), dict[str, BackendStatus]()
+        for name, is_paused in self.doubts.passed_over(policy, is_available, self._clock.now()).items():
+            status = statuses.get(name, _UNKNOWN)
+            if is_paused:
+                of_doubts[name] = _IN_DOUBT
+            elif status.state is State.UP:
+                probation[name] = replace(status, state=State.PROBATION)
+        return {**statuses, **probation}, {**of_doubts, **objections}
+
+    def _report(self, context: RequestContext) -> None:
+        for attempt in context.unreported:
+            self._fleet.report(attempt.backend, attempt.outcome, attempt.detail, attempt.started_at)
+        context.unreported.clear()
+
+    def _is_repeated(self, context: RequestContext, attempt: AttemptRecord) -> bool:
+        if attempt.outcome is not Outcome.FAILED:
+            return False
+        return not self._blame.count(attempt.backend, _digest(context), self._clock.now())
+
+
+def _digest(context: RequestContext) -> bytes:
+    """Return what tells a request from others, and is the same if a caller repeats it."""
+    return blake2b(context.incoming.body_for(""), digest_size=16).digest()
