@@ -60,7 +60,7 @@ callers do not ask in step."""
 
 CHUNKS_AT_ONCE = 64
 """Maximum chunks read at once by a follower. A choice: 16 s of an answer as it is written
-(`jobs.record.CHUNK_S`)."""
+(`jobs.answer_writer.CHUNK_S`)."""
 
 LONG_BYTES = 262_144
 LONG_AT_ONCE = 2

@@ -38,7 +38,7 @@ from gateway.core.errors import CallerError, GatewayError, StoreUnavailable
 from gateway.core.jobs import Job, NewJob, Quota, size_of
 from gateway.core.value import valueclass
 from gateway.events import about
-from gateway.jobs.record import AGAIN_S
+from gateway.jobs.answer_writer import AGAIN_S
 from gateway.ports import BatchStore, FileStore, JobStore
 from gateway.tasks import TasksBeside
 from gateway.threads import decoded

@@ -11,7 +11,7 @@ import anyio
 
 from gateway.core.errors import StoreUnavailable
 from gateway.events import about
-from gateway.jobs.record import AGAIN_S
+from gateway.jobs.answer_writer import AGAIN_S
 
 log = logging.getLogger("gateway.jobs")
 

@@ -51,7 +51,7 @@ from gateway.core.jobs import (
 )
 from gateway.core.value import valueclass
 from gateway.events import about
-from gateway.jobs.record import AGAIN_S, JobLost, JobRecord
+from gateway.jobs.answer_writer import AGAIN_S, AnswerWriter, JobLost
 from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Incoming, JobStore
 from gateway.threads import decoded
@@ -368,30 +368,30 @@ class Worker:
         def begun() -> None:
             claim.has_begun = True
 
-        record = JobRecord(self._store, job, restarts=restarts, on_start=begun)
+        writer = AnswerWriter(self._store, job, restarts=restarts, on_start=begun)
         failure: GatewayError | None = None
         try:
             incoming = await decoded(job.new.size_bytes, partial(self._read, job, body))
         except GatewayError as error:
-            return record.chunks, error
+            return writer.chunks, error
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(record.run)
+                tasks.start_soon(writer.run)
                 try:
-                    await self._run(incoming, record, on_admitted=admitted)
+                    await self._run(incoming, writer, on_admitted=admitted)
                 except GatewayError as error:
                     let_go(error)
                     failure = error
                 except CallerStalled:
                     failure = StoreUnavailable("The store was unavailable for too long to save the answer.")
                 tasks.cancel_scope.cancel()
-            await record.write_all()
+            await writer.write_all()
         finally:
             with anyio.move_on_after(FINISH_S, shield=True):
-                await record.write_all()
-        if record.is_lost:
+                await writer.write_all()
+        if writer.is_lost:
             raise JobLost
-        return record.chunks, record.error or failure
+        return writer.chunks, writer.error or failure
 
     async def _conclude(self, claim: _Claim, failure: GatewayError | None) -> None:
         job = claim.job

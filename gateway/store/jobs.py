@@ -58,7 +58,7 @@ choice: a thousand waiting streams took 27 % of a core without it."""
 
 AGAIN_S = 1.0
 """Interval between attempts to subscribe while the store is unreachable. A choice, as in
-gateway/jobs/record.py."""
+gateway/jobs/answer_writer.py."""
 
 PROMISE_S = 86_400.0
 """How long an idempotency key is remembered. A choice: a day, the default of `idempotency.keep_s`."""

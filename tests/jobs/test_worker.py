@@ -67,8 +67,8 @@ TESTS = Path(__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.jobs.record.CHUNK_S", 0.001)
-    monkeypatch.setattr("gateway.jobs.record.AGAIN_S", 0.05)
+    monkeypatch.setattr("gateway.jobs.answer_writer.CHUNK_S", 0.001)
+    monkeypatch.setattr("gateway.jobs.answer_writer.AGAIN_S", 0.05)
     monkeypatch.setattr("gateway.jobs.worker.AGAIN_S", 0.05)
 
 
@@ -374,7 +374,7 @@ async def test_a_worker_that_is_stopped_writes_what_it_has_received(
             await world.redis.ping()
             return await super().give_back(job_id, claim, **options)
 
-    monkeypatch.setattr("gateway.jobs.record.CHUNK_S", 1000.0)
+    monkeypatch.setattr("gateway.jobs.answer_writer.CHUNK_S", 1000.0)
     store, backend = Slow(world.url, prefix=world.prefix, command_s=10.0), Backend(Held(3))
     await submit(store, "a")
     async with working(store, backend) as worker:

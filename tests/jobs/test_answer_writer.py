@@ -7,7 +7,7 @@ import pytest
 
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import Chunk, Job, JobStatus, NewJob
-from gateway.jobs.record import JobLost, JobRecord
+from gateway.jobs.answer_writer import AnswerWriter, JobLost
 from gateway.pipeline import CallerStalled
 from gateway.ports import JobStore
 
@@ -35,28 +35,28 @@ class Store:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.jobs.record.CHUNK_S", 0.0)
-    monkeypatch.setattr("gateway.jobs.record.AGAIN_S", 0.0)
-    monkeypatch.setattr("gateway.jobs.record.GATHERED_MAX", len(TOO_MUCH) - 1)
+    monkeypatch.setattr("gateway.jobs.answer_writer.CHUNK_S", 0.0)
+    monkeypatch.setattr("gateway.jobs.answer_writer.AGAIN_S", 0.0)
+    monkeypatch.setattr("gateway.jobs.answer_writer.GATHERED_MAX", len(TOO_MUCH) - 1)
 
 
-def record_in(store: Store) -> JobRecord:
+def writer_to(store: Store) -> AnswerWriter:
     new = NewJob(id="a", key="alice", lane="m/light", body=b"{}")
     job = Job(new, JobStatus.IN_PROGRESS, created_at=0.0, attempt=1, claim="1")
-    return JobRecord(cast(JobStore, store), job, restarts=True, on_start=lambda: None)
+    return AnswerWriter(cast(JobStore, store), job, restarts=True, on_start=lambda: None)
 
 
 async def test_an_answer_waits_while_too_much_of_it_is_unwritten() -> None:
     store = Store(StoreUnavailable("away"), True, True)
-    record = record_in(store)
+    writer = writer_to(store)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(record.run)
-        await record.send(TOO_MUCH)
+        tasks.start_soon(writer.run)
+        await writer.send(TOO_MUCH)
         await store.asked.wait()
-        await record.send(TOO_MUCH)  # the first is under way
+        await writer.send(TOO_MUCH)  # the first is under way
         store.may.set()
         with anyio.fail_after(WITHIN_S):
-            await record.send(b"6")
+            await writer.send(b"6")
         tasks.cancel_scope.cancel()
     assert store.chunks == [(0, True, TOO_MUCH), (1, False, TOO_MUCH)]
 
@@ -64,18 +64,18 @@ async def test_an_answer_waits_while_too_much_of_it_is_unwritten() -> None:
 @pytest.mark.parametrize("answer", [False, ValueError("a gap")], ids=["lost", "gap"])
 async def test_an_answer_that_cannot_be_written_any_more_does_not_wait(answer: bool | Exception) -> None:
     store = Store(answer)
-    record = record_in(store)
+    writer = writer_to(store)
 
     async def go() -> None:
         store.may.set()
 
     with anyio.fail_after(WITHIN_S):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(record.run)
-            await record.send(TOO_MUCH)
+            tasks.start_soon(writer.run)
+            await writer.send(TOO_MUCH)
             await store.asked.wait()
-            await record.send(TOO_MUCH)  # the first is under way
+            await writer.send(TOO_MUCH)  # the first is under way
             tasks.start_soon(go)
             with pytest.raises(CallerStalled) as raised:
-                await record.send(b"6")
+                await writer.send(b"6")
     assert isinstance(raised.value, JobLost) is (answer is False)

@@ -1,4 +1,4 @@
-"""The downstream side of a job: the backend's answer is written to the store, chunk by chunk."""
+"""The downstream side of a job: writes the answer of a backend to the store, chunk by chunk."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ class JobLost(CallerStalled):
     """This attempt no longer holds the job: another worker has it, it was cancelled, or it is final."""
 
 
-class JobRecord(Downstream):
+class AnswerWriter(Downstream):
     """`ports.Downstream` of one attempt at a job. `run` must be running while the answer arrives.
 
     Attributes:
