@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from math import inf
 from types import MappingProxyType
 
 import anyio
@@ -117,8 +116,8 @@ class Pipeline:
         line: WaitingLine,
         recorder: Recorder,
         clock: Clock,
-        objections: Callable[[], Mapping[str, Objection]] = dict,
-        cohort: Cohort | None = None,
+        objections: Callable[[], Mapping[str, Objection]],
+        cohort: Cohort,
     ) -> None:
         """Wire up the ports.
 
@@ -141,7 +140,7 @@ class Pipeline:
         self._deadlines: Deadlines | None = None  # of the event loop in which requests run
         self._newest = policy()
         self._members_of: dict[tuple[str, ...], Mapping[str, Backend]] = {}  # by pools, for the newest policy
-        self.cohort = Cohort() if cohort is None else cohort
+        self.cohort = cohort
         self.watch = watch
         self.room = WaitingRoom(line, ledger, lambda: self._views(self._newest.backends), clock, self.cohort)
         self._failures = Failures(fleet, clock, self.room.look)
@@ -313,7 +312,7 @@ class Pipeline:
             if not attempt.is_job:
                 attempt.cut()
 
-    def abort_attempts(self, backend_id: str, silence_s: float = inf) -> None:
+    def abort_attempts(self, backend_id: str, silence_s: float) -> None:
         """Abort all unanswered attempts on a backend, so that their requests are retried elsewhere.
 
         Called when health checks find that the backend is lost, for example because it hangs. Answers that

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import anyio
@@ -944,7 +945,7 @@ async def test_waiting_requests_leave_a_backend_that_is_lost(world: World) -> No
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(world.run, world.request(), caller)
             await anyio.wait_all_tasks_blocked()
-            world.pipeline.abort_attempts("light-0")
+            world.pipeline.abort_attempts("light-0", inf)
 
     assert caller.headers["x-gateway-backend"] == "light-1"
     assert world.notes.attempts[0].detail == "The backend stopped responding."
@@ -958,7 +959,7 @@ async def test_a_stream_already_answered_is_not_abandoned(world: World) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(world.run, world.request(), caller)
         await anyio.wait_all_tasks_blocked()
-        world.pipeline.abort_attempts("light-0")
+        world.pipeline.abort_attempts("light-0", inf)
         await anyio.wait_all_tasks_blocked()
         gate.set()
 
@@ -988,7 +989,7 @@ async def test_a_stream_that_nothing_more_comes_of_says_for_how_long(world: Worl
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(world.run, world.request())
         await anyio.wait_all_tasks_blocked()
-        world.pipeline.abort_attempts("light-0")
+        world.pipeline.abort_attempts("light-0", inf)
 
     assert world.notes.attempts[0].detail == "The backend did not send anything for 0.05 s."
 

@@ -175,6 +175,7 @@ async def front(
             line=WaitingLine(),
             recorder=notes,
             clock=clock,
+            objections=dict,
             cohort=cohort,
         )
         applications = Applications(

@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 
+from gateway.cohort import Cohort
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import GatewayError
@@ -278,6 +279,7 @@ class World:
             recorder=self.notes,
             clock=self.clock,
             objections=lambda: self.objections,
+            cohort=Cohort(),
         )
 
     def answers(self, **scripts: Script) -> None:
