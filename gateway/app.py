@@ -205,14 +205,11 @@ class Gateway:
             waiting=line.waiting,
             oldest_waits_s=lambda: line.oldest_waits_s(self.clock.now()),
             wait_limits_s=lambda: {
-                (model.id, one.name): one.waiting.longest_wait_s
-                for model in self.policy.models
-                for one in model.classes
+                (model.id, one.name): one.waiting.longest_wait_s for model, one in self.policy.classes()
             },
             served=lambda: {
                 (model.id, one.name): self.pipeline.can_run_lane(lane_of(model.id, one.name))
-                for model in self.policy.models
-                for one in model.classes
+                for model, one in self.policy.classes()
             },
             wants=lambda: line.wants(self.policy.backends),
             boxes=self.boxes.snapshots,

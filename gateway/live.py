@@ -75,8 +75,7 @@ class Live:
                     "max_wait_s": one.waiting.max_wait_s,
                     "drain_per_s": rates.get((model.id, one.name)),
                 }
-                for model in policy.models
-                for one in model.classes
+                for model, one in policy.classes()
             ],
             "line": self._line.waiters(now, WAITERS_MAX),
         }

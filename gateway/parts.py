@@ -207,7 +207,7 @@ def job_metrics(
         return None
 
     def lanes() -> list[str]:
-        return [lane_of(model.id, one.name) for model in policy().models for one in model.classes]
+        return [lane_of(model.id, one.name) for model, one in policy().classes()]
 
     return JobMetrics(metrics.registry, lanes=lanes, snapshot=lambda: watch.snapshot, now=clock.now)
 

@@ -19,11 +19,7 @@ from gateway.core.values import Policy, TrafficClass
 
 def class_of(policy: Policy, lane: str) -> TrafficClass | None:
     """Return the class whose jobs are queued in a lane; None if the configuration no longer has it."""
-    for model in policy.models:
-        for traffic_class in model.classes:
-            if lane == lane_of(model.id, traffic_class.name):
-                return traffic_class
-    return None
+    return next((one for model, one in policy.classes() if lane == lane_of(model.id, one.name)), None)
 
 
 def servers(policy: Policy, traffic_class: TrafficClass) -> frozenset[str]:

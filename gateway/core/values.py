@@ -666,6 +666,12 @@ class Policy(_DerivedOfPolicy):
         """Return the model with this name (its id or an alias), or None."""
         return self.named.get(name)
 
+    def classes(self) -> Iterator[tuple[ModelPolicy, TrafficClass]]:
+        """Yield the classes of all models, each with its model."""
+        for model in self.models:
+            for traffic_class in model.classes:
+                yield model, traffic_class
+
     def context_tokens(self, name: str, window_of: Callable[[Backend], int]) -> int:
         """Return the maximum number of tokens, prompt and output, of a request for this model name.
 

@@ -136,11 +136,7 @@ class Peers:
             )
 
     def _charge(self, told: Facts, old: Facts | None) -> None:
-        classes = {
-            (model.id, traffic_class.name)
-            for model in self._policy().models
-            for traffic_class in model.classes
-        }
+        classes = {(model.id, one.name) for model, one in self._policy().classes()}
         started = increases(None if old is None else old.started, told.started)
         for (model, name, key), tokens in started.items():
             if (model, name) in classes and key in self._keys:

@@ -134,7 +134,7 @@ def _count(tally: _Tally, one: _Outcome, target_s: float) -> None:
 
 def targets(policy: Policy) -> Callable[[str], float]:
     """Return a function that returns the target of a class for its first token, in seconds."""
-    found = {one.name: one.waiting.ttft_target_s for model in policy.models for one in model.classes}
+    found = {one.name: one.waiting.ttft_target_s for _, one in policy.classes()}
     return lambda name: found.get(name, inf)
 
 

@@ -77,7 +77,7 @@ def _fleets(old: Policy, new: Policy) -> Iterator[str]:
 
 def _unknown_features(decided: Sequence[Entry], policy: Policy) -> Iterator[str]:
     """Yield conditions of the other policy on features that the log does not contain."""
-    conditions = [one.when for model in policy.models for one in model.classes]
+    conditions = [one.when for _, one in policy.classes()]
     if any(when.keys for when in conditions) and all(entry.past.key is None for entry in decided):
         yield "the other policy has conditions on API keys, but the log has no key names"
     for name in sorted({name for when in conditions for name, _ in when.headers}):
