@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +23,7 @@ from gateway.core.errors import ConfigError, GatewayError
 from gateway.exiting import FAILURE, USAGE
 
 if TYPE_CHECKING:
-    from gateway.settings import Settings
+    from gateway.settings import CheckReport, Settings
     from gateway.settings.problems import Problem
 
 WORKERS_ENV = "GEMMA_GATEWAY_WORKERS"
@@ -127,7 +127,8 @@ def check(config: Path, as_json: bool) -> None:
 
     report = settings.check(config)
     report = replace(report, problems=(*report.problems, *_store_faults(report.settings)))
-    warnings = (*report.warnings, *_vocabulary_faults(report.settings))
+    damaged = tuple(_vocabulary_faults(report.settings))
+    warnings = (*report.warnings, *damaged)
     if as_json:
         found = {
             "ok": report.ok,
@@ -143,8 +144,17 @@ def check(config: Path, as_json: bool) -> None:
             click.echo(f"{click.style('warning', fg='yellow')}: {warning}")
         for line in report.summary:
             click.echo(line)
-        click.echo("ok" if report.ok else f"{len(report.problems)} problem(s)")
+        click.echo(_verdict(report, (*report.unmet, *damaged)))
     sys.exit(0 if report.ok else USAGE)
+
+
+def _verdict(report: "CheckReport", unmet: "Sequence[Problem]") -> str:
+    if not report.ok:
+        return f"{len(report.problems)} problem(s)"
+    if not unmet:
+        return "ok"
+    lines = ", ".join(str(line) for line in sorted({one.line for one in unmet}))
+    return f"ok, but `serve` does not start on this machine, because of the warnings for line {lines}"
 
 
 def _vocabulary_faults(settings: "Settings | None") -> "Iterator[Problem]":

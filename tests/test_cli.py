@@ -82,6 +82,19 @@ def test_check_of_a_good_file(words: list[str]) -> None:
     assert result.output.endswith("ok\n")
 
 
+def test_check_says_whether_it_would_start_here(tmp_path: Path) -> None:
+    good = Path(DEMO).read_text().rstrip()
+    file = tmp_path / "gateway.yaml"
+    file.write_text(f"{good}\nkeys:\n  app: {{env: GATEWAY_TEST_NOT_SET}}\n  web: {{file: nowhere}}\n")
+    last = len(file.read_text().splitlines())
+
+    result = run("check", str(file))
+
+    assert result.exit_code == 0
+    assert result.output.splitlines()[-1].startswith("ok, but `serve` does not start on this machine")
+    assert result.output.endswith(f"line {last - 1}, {last}\n")
+
+
 @pytest.mark.parametrize("command", ["check", "serve", "worker"])
 @pytest.mark.parametrize(
     ("words", "said"),

@@ -106,6 +106,7 @@ def _split(written: str, example: str) -> SplitResult:
     return url
 
 
+_OF_THE_API = re.compile(r"/v1(/(chat/)?completions|/responses|/models)?/?$")
 _BASE_PATH = re.compile(r"(/([A-Za-z0-9._~-]|%[0-9A-Fa-f]{2})+)*/?")
 
 
@@ -120,7 +121,7 @@ def _base_url(written: str) -> str:
     _no_false_address(host)
     if url.username is not None or url.password is not None:
         raise ValueError("no credentials in URLs; name the key with api_key_env or api_key_file")
-    if url.path.rstrip("/").endswith("/v1"):
+    if _OF_THE_API.search(url.path):
         raise ValueError("leave /v1 out: the gateway appends it")
     if url.query or url.fragment:
         raise ValueError("only scheme, host, port and path: what it asks for is appended")

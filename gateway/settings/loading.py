@@ -25,13 +25,15 @@ class CheckReport:
 
     Attributes:
         problems: Errors, in the order of the file; the gateway does not start with any of them.
-        warnings: Valid settings that are probably mistakes, and what is missing on this machine.
+        warnings: Valid settings that are probably mistakes, and `unmet`.
+        unmet: What is missing or unusable on this machine: `serve` would not start on it.
         summary: A summary of the file; empty if there are problems.
         settings: The configuration; None if there are problems.
     """
 
     problems: tuple[Problem, ...]
     warnings: tuple[Problem, ...] = ()
+    unmet: tuple[Problem, ...] = ()
     summary: tuple[str, ...] = ()
     settings: Settings | None = None
 
@@ -68,8 +70,9 @@ def check(path: str | os.PathLike[str], environ: Mapping[str, str] | None = None
     settings, problems = _read(Path(path), surroundings)
     if settings is None:
         return CheckReport(problems)
-    warnings = tuple(sorted((*settings.warnings, *settings.unmet(surroundings))))
-    return CheckReport((), warnings, settings.summary, settings)
+    unmet = settings.unmet(surroundings)
+    warnings = tuple(sorted((*settings.warnings, *unmet)))
+    return CheckReport((), warnings, unmet, settings.summary, settings)
 
 
 def version_of(source: bytes) -> str:

@@ -309,7 +309,10 @@ class Settings:
     def _unmet_files(self) -> Iterator[Problem]:
         for path, file in self._files():
             if fault := file_fault(file):
-                yield self.problem(path, fault)
+                is_to_make = path[0] == "tokenizer" and not os.path.exists(file)
+                yield self.problem(
+                    path, f"{fault}: `gemma-gateway vocab build` makes it" if is_to_make else fault
+                )
         for name in self.document.backends:
             tls = self.tls(name)
             own = replace(tls, ca_file=None)

@@ -265,8 +265,14 @@ def _mark_at(text: str, index: int) -> Mark:
 
 def _what(error: yaml.MarkedYAMLError) -> str:
     said = "; ".join(part for part in (error.context, error.problem) if part).replace("\n", " ")
-    hint = next((hint for part, hint in _HINTS.items() if part in said), "")
+    hint = next((hint for part, hint in _HINTS.items() if part in said), _unended(error))
     return f"{hint} ({said})" if hint else said
+
+
+def _unended(error: yaml.MarkedYAMLError) -> str:
+    """Return what has begun before an error and is not ended, with its line: often the mistake is there."""
+    hint = _UNENDED.get(error.context or "", "")
+    return f"{hint} in line {_mark(error.context_mark).line}" if hint else ""
 
 
 _HINTS = {
@@ -277,3 +283,10 @@ _HINTS = {
     "mapping values are not allowed": "put a value with a colon in quotes, or check the indentation",
 }
 """What to do about errors of the YAML parser, by a part of its message."""
+
+_UNENDED = {
+    "while parsing a flow mapping": "a }, a comma or a quote is missing after the {",
+    "while parsing a flow sequence": "a ], a comma or a quote is missing after the [",
+    "while scanning a quoted scalar": "there is no end to the quote",
+}
+"""The same where nothing else is known, by what the parser was reading."""

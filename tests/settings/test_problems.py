@@ -133,6 +133,9 @@ def test_what_is_no_origin(checked: Check, plain: str, written: str, message: st
         pytest.param(("http://127.0.0.1:9001", "http://host//a"), "a path consists of", id="two-slashes"),
         pytest.param(("http://127.0.0.1:9001", "http://host/a%2"), "a path consists of", id="half-an-escape"),
         pytest.param(("http://127.0.0.1:9001", "http://host/a/v1/"), "leave /v1 out", id="v1-below-a-path"),
+        pytest.param(
+            ("http://127.0.0.1:9001", "http://h/v1/chat/completions"), "leave /v1", id="an-endpoint"
+        ),
         pytest.param(("http://127.0.0.1:9001", "http://host:99999"), "this is not a URL", id="port-too-high"),
         pytest.param(
             ("http://127.0.0.1:9002", "http://127.0.0.1:9001/"), "has the URL of light", id="same-server"

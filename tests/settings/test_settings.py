@@ -630,7 +630,8 @@ def test_the_home_of_somebody_whom_this_machine_does_not_know(
 def test_a_vocabulary_in_a_home_that_is_not_there(loaded: Load, plain: str, tmp_path: Path) -> None:
     settings = loaded(plain.replace("approximate", "{vocab: ~nobody-here/v}"))
 
-    assert [one.message for one in settings.unmet({})] == [f"there is no file {tmp_path / '~nobody-here/v'}"]
+    lacking = f"there is no file {tmp_path / '~nobody-here/v'}: `gemma-gateway vocab build` makes it"
+    assert [one.message for one in settings.unmet({})] == [lacking]
 
 
 def test_the_summary_says_where_requests_go(loaded: Load) -> None:

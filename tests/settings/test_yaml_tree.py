@@ -33,7 +33,11 @@ def test_a_path_written_in_full_finds_its_short_form() -> None:
         pytest.param("a: ${NOT_SET}\n", "environment variable NOT_SET is not set", 1, id="variable-not-set"),
         pytest.param("a:\n  b: x ${oops\n", "${ is no variable here", 2, id="unfinished-variable"),
         pytest.param("a: ${my-host}\n", "${ is no variable here; write ${NAME}", 1, id="no-name"),
-        pytest.param("a: [1\nb: 2\n", "flow sequence", 2, id="syntax"),
+        pytest.param("\na: [1\nb: 2\n", "a quote is missing after the [ in line 2", 3, id="an-open-list"),
+        pytest.param(
+            "\na: {b: 1\nc: 2\n", "a quote is missing after the { in line 2", 3, id="an-open-mapping"
+        ),
+        pytest.param("\na: 'b\nc: 2\n", "no end to the quote in line 2", 4, id="an-open-quote"),
         pytest.param("a: {b: ${X}}\n", 'in quotes, such as "${NAME}"', 1, id="braces-without-quotes"),
         pytest.param("a: b: c\n", "put a value with a colon in quotes", 1, id="a-second-colon"),
         pytest.param("a:\n  b: 1\n c: 2\n", "not indented like those before", 3, id="indentation"),
