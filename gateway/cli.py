@@ -154,7 +154,7 @@ def _verdict(report: "CheckReport", unmet: "Sequence[Problem]") -> str:
     if not unmet:
         return "ok"
     lines = ", ".join(str(line) for line in sorted({one.line for one in unmet}))
-    return f"ok, but `serve` does not start on this machine, because of the warnings for line {lines}"
+    return f"ok, but in this environment `serve` does not start, because of the warnings for line {lines}"
 
 
 def _vocabulary_faults(settings: "Settings | None") -> "Iterator[Problem]":

@@ -91,7 +91,7 @@ def test_check_says_whether_it_would_start_here(tmp_path: Path) -> None:
     result = run("check", str(file))
 
     assert result.exit_code == 0
-    assert result.output.splitlines()[-1].startswith("ok, but `serve` does not start on this machine")
+    assert result.output.splitlines()[-1].startswith("ok, but in this environment `serve` does not start")
     assert result.output.endswith(f"line {last - 1}, {last}\n")
 
 

@@ -26,7 +26,7 @@ class CheckReport:
     Attributes:
         problems: Errors, in the order of the file; the gateway does not start with any of them.
         warnings: Valid settings that are probably mistakes, and `unmet`.
-        unmet: What is missing or unusable on this machine: `serve` would not start on it.
+        unmet: What is missing or unusable in this environment: `serve` would not start in it.
         summary: A summary of the file; empty if there are problems.
         settings: The configuration; None if there are problems.
     """
