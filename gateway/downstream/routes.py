@@ -68,6 +68,7 @@ _NO_KEPT_CHATS = "Only chat completions of jobs are kept, and there are no `jobs
 _WITHOUT_V1 = ("/chat", "/completions", "/responses", "/models", "/embeddings", "/files", "/batches")
 _API = (*_WITHOUT_V1, "/chat/completions")
 _BESIDE_V1 = "There is nothing here: the base URL of the API ends with /v1, as in http://127.0.0.1:8080/v1."
+_AT_THE_ROOT = "The API is under /v1: GET /v1/models lists the models."
 _NOT_FOR_OPERATORS = "This is the port for applications (`listen`). Operators use the admin port (`admin`)."
 _NOT_FOR_APPLICATIONS = "This is the admin port (`admin`). Applications use the other one (`listen`)."
 
@@ -389,7 +390,8 @@ def _framework_error(
     if is_nowhere and path.endswith(_WITHOUT_V1) and path.removeprefix("/v1") not in _API:
         return _render(RouteNotFound(_BESIDE_V1))  # behind another route, say
     if isinstance(error, NotFoundException):
-        return _render(RouteNotFound(f"There is nothing at {path}."))
+        at_root = path.rstrip("/") in {"", "/v1"}  # whoever was given the URL opens it first
+        return _render(RouteNotFound(_AT_THE_ROOT if at_root else f"There is nothing at {path}."))
     if isinstance(error, MethodNotAllowedException):
         allowed = with_head((error.headers or {}).get("allow", ""))
         return _render(MethodNotAllowed("This method is not allowed here.", allowed))

@@ -338,6 +338,15 @@ async def test_a_base_url_that_is_a_route_is_corrected(fleet: Site, ending: str)
         assert "ends with /v1" in caught.value.message
 
 
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+async def test_whoever_opens_the_base_url_is_told_where_to_go(fleet: Site, path: str) -> None:
+    async with fleet.http() as client:
+        answer = await client.get(f"{fleet.url}{path}")
+
+    assert answer.status_code == 404
+    assert "GET /v1/models" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/files/file-1/content", "/v1/batches"])
 async def test_where_there_are_no_batches_their_paths_say_what_is_missing(fleet: Site, path: str) -> None:
     async with fleet.http() as client:
