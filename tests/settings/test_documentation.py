@@ -1,14 +1,64 @@
-"""docs/configuration.md shows files that load, and messages that `check` really prints."""
+"""The documentation shows files, and parts of files, that load, and messages that `check` really prints."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
 
 from gateway.settings import CheckReport
+from gateway.settings.document import Document
 
 Check = Callable[..., CheckReport]
-TEXT = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 WHOLE, FIGURES = re.findall(r"```yaml\n(.*?)```", TEXT, re.S)
+
+REST = """
+tokenizer: approximate
+backends:
+  light-0: {url: "http://127.0.0.1:8000", profile: h100-tp1-light}
+  spark-0: {url: "http://127.0.0.1:8001", profile: spark-nvfp4}
+  qwen-0: {url: "http://127.0.0.1:8002", profile: spark-nvfp4}
+pools: {light: [light-0], spark: [spark-0], qwen: [qwen-0]}
+boxes:
+  spark:
+    default: spark-0
+    backends:
+      spark-0: {exec: {start: [start], stop: [stop]}}
+      qwen-0: {exec: {start: [start], stop: [stop]}}
+models:
+  gemma-4:
+    classes:
+      - {class: chat, pools: [light, spark, qwen]}
+keys: {nightly: {env: NIGHTLY}}
+jobs: {}
+"""
+"""What the parts of files that the documentation shows refer to, or need beside them."""
+
+
+def parts() -> Iterator[Any]:
+    """Yield every YAML block that is a part of the gateway's configuration, not another program's."""
+    for page in (ROOT / "README.md", ROOT / "deploy" / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text("utf-8"), re.S)):
+            if not yaml.safe_load(block).keys().isdisjoint(Document.model_fields):
+                yield pytest.param(block, id=f"{page.relative_to(ROOT)}-{number}")
+
+
+def merged(rest: Any, part: Any) -> Any:
+    if not (isinstance(rest, dict) and isinstance(part, dict)):
+        return part
+    return rest | {key: merged(rest.get(key), value) for key, value in part.items()}
+
+
+@pytest.mark.parametrize("part", list(parts()))
+def test_every_part_of_a_file_that_is_shown_is_one(checked: Check, part: str) -> None:
+    is_whole = {"backends", "pools", "models"} <= yaml.safe_load(part).keys()
+    text = part if is_whole else yaml.safe_dump(merged(yaml.safe_load(REST), yaml.safe_load(part)))
+
+    assert [str(problem) for problem in checked(text).problems] == []
 
 
 def test_the_whole_configuration_is_one(checked: Check) -> None:
