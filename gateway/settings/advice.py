@@ -111,17 +111,23 @@ def _modality(
     one: TrafficClass, admits: Reach, backends: Sequence[Backend], fleet: Sequence[Backend]
 ) -> Iterator[str]:
     elsewhere: list[str] = []
+    left_out: list[str] = []
     for dimension, noun in (("images", "images"), ("audios", "audio")):
         if admits.counts[dimension].high == 0 or _takes(backends, dimension):
             continue
         if _takes(fleet, dimension):
             elsewhere.append(noun)
+            if admits.counts[dimension].low == 0:  # else they are what the class is for
+                left_out.append(f"{noun}: false")
         elif admits.counts[dimension].low > 0:
             yield f"class {one.name} is for {noun}, which no backend takes: its requests are all refused"
     if elsewhere:
+        is_last = reach(one.when, one.output_reserve_tokens).is_everything
+        remedy = f"; `{', '.join(left_out)}` in its `when` leaves them to later classes"
         yield (
             f"class {one.name} admits {' and '.join(elsewhere)}, which none of its backends "
             f"({', '.join(backend.id for backend in backends)}) takes: such requests are refused"
+            f"{remedy if left_out and not is_last else ''}"
         )
 
 

@@ -72,7 +72,8 @@ def test_the_example_is_valid_and_says_what_it_cannot_do(checked: Check) -> None
         (
             19,
             "class long_document admits images and audio, which none of its backends (push) takes: "
-            "such requests are refused",
+            "such requests are refused; "
+            "`images: false, audio: false` in its `when` leaves them to later classes",
         ),
         (
             20,
