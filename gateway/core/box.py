@@ -21,6 +21,8 @@
     checking   the canary's answer is right                resident
                the answer or the version is wrong          quarantine
     failed     periodic INSPECT: a model is in again       checking
+               none is, and all that were to be stopped
+               have been at last                           booting the default
 
 *Quarantine*: the backend is not started again. The box drains and stops it and boots the default, or another
 one that is not in quarantine; if there is none, it is failed. A failed boot is never repeated: it takes
@@ -142,7 +144,7 @@ class Box:
         backend: Whose model is in, going out, or coming in; "" for none.
         target: While draining and stopping, whose model comes in next.
         cause: Why it is swapping.
-        pending: While stopping, backends to stop after `backend`.
+        pending: While stopping, backends to stop after `backend`; while failed, those being stopped.
         number: Of the latest order.
         is_started: While booting, whether the start command has succeeded; while stopping, whether the
             target is in already.
@@ -580,7 +582,9 @@ def _inspected(box: Box, found: frozenset[str], now: float, rules: BoxRules) -> 
     usable = [name for name in members if name in found and (name not in gone or gone[name].gone)]
     if box.state is State.FAILED:
         if usable:
-            return _check(replace(box, backend=usable[0]), now, "found running")
+            return _check(replace(box, backend=usable[0], pending=()), now, "found running")
+        if _fallback(box, rules):  # so one could not be stopped; the whole machine may have been away
+            return _order(replace(box, pending=members, tries=0), Task.STOP, members[0])
         return replace(box, retry_at=now + INSPECT_S), ()
     if box.state is State.BOOTING:
         if found <= {box.backend}:
@@ -622,6 +626,8 @@ def _task_ended(box: Box, failure: str, now: float, rules: BoxRules) -> Step:
             trusted = {name: held for name, held in box.quarantine.items() if name != box.backend}
             box = replace(box, quarantine=trusted, resident_since=now, busy_at=now, due_at=None)
             return _enter(_begun(box, now), State.RESIDENT, now, "answers correctly"), ()
+        case State.FAILED if box.pending:
+            return _stopped_at_last(box, failure, now, rules)
     return box, ()
 
 
@@ -631,10 +637,31 @@ def _again(box: Box, failure: str, now: float, give_up: Callable[[], Step]) -> S
     return replace(box, reason=failure, retry_at=now + COMMAND_PAUSES_S[box.tries - 1]), ()
 
 
+def _stopped_at_last(box: Box, failure: str, now: float, rules: BoxRules) -> Step:
+    """Go on after the stop of a failed box's first pending model: with the next one, or else with a boot.
+
+    The box counts as failed until then, because nothing serves.
+    """
+    name, *rest = box.pending
+    if failure:
+        why = f"cannot stop {name}: {failure}"
+        return replace(box, reason=why, pending=(), retry_at=now + INSPECT_S), ()
+    box = _seen_out(box, name)
+    if rest:
+        return _order(replace(box, pending=tuple(rest), tries=0), Task.STOP, rest[0])
+    box = replace(box, backend=_fallback(box, rules), pending=())
+    return _boot(box, now, "all models of the failed box are stopped")
+
+
+def _seen_out(box: Box, name: str) -> Box:
+    held = box.quarantine.get(name)
+    if held is None:
+        return box
+    return replace(box, quarantine={**box.quarantine, name: replace(held, gone=True)})
+
+
 def _stopped(box: Box, now: float) -> Step:
-    held = box.quarantine.get(box.backend)
-    if held is not None:
-        box = replace(box, quarantine={**box.quarantine, box.backend: replace(held, gone=True)})
+    box = _seen_out(box, box.backend)
     if box.pending:
         return _stop(box, box.pending, box.target, now, box.reason)
     target, is_in = box.target, box.is_started

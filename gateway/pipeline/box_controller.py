@@ -20,6 +20,7 @@ from anyio.abc import TaskGroup
 from gateway.core import health, versions
 from gateway.core.box import (
     COMMAND_TRIES,
+    INSPECT_S,
     Box,
     BoxRules,
     Event,
@@ -399,13 +400,15 @@ class BoxController:
     def _warn(self, kept: _Kept, order: Order, failure: str) -> None:
         """Log that a command has failed. After the last try, the new state is logged, too."""
         task, tries = order.task.value, kept.box.tries
+        which = f"try {tries} of {COMMAND_TRIES}"
+        if kept.box.state is State.FAILED:
+            which = f"the box has failed: again in {INSPECT_S:g} s"
         log.warning(
-            "box %s: cannot %s %s (try %d of %d): %s",
+            "box %s: cannot %s %s (%s): %s",
             kept.name,
             task,
             order.backend,
-            tries,
-            COMMAND_TRIES,
+            which,
             failure,
             extra=about(
                 "box_order_failed",

@@ -426,7 +426,8 @@ def test_each_command_has_its_own_tries() -> None:
 
 
 def test_a_failed_box_is_looked_at_and_what_is_in_serves_again() -> None:
-    box = Script(Box(State.FAILED, 1000.0, "cannot stop gemma", number=4, retry_at=1000.0 + INSPECT_S))
+    quarantine = {name: Quarantine("canary failed", 500.0, gone=True) for name in ("gemma", "qwen")}
+    box = Script(Box(State.FAILED, 1000.0, quarantine=quarantine, number=4, retry_at=1000.0 + INSPECT_S))
     assert box.look(INSPECT_S - 1).orders == ()
     assert box.look(1).ordered == [(Task.INSPECT, "")]
     assert box.found().look(INSPECT_S).ordered == [(Task.INSPECT, "")]
@@ -434,15 +435,50 @@ def test_a_failed_box_is_looked_at_and_what_is_in_serves_again() -> None:
     assert box.done().at == (State.RESIDENT, "gemma", "")
 
 
-def test_a_box_that_has_failed_is_looked_at_from_then_on_at_intervals() -> None:
+def cannot_stop_gemma() -> Script:
+    """A box that has failed in a swap to qwen, because nobody could reach its machine."""
     box = gemma_resident().look(wants=QWEN_WANTED).look(wants=QWEN_WANTED)
     for pause_s in COMMAND_PAUSES_S:
-        box.done("exit status 255").look(pause_s)
-    assert box.done("exit status 255").at == (State.FAILED, "", "")
+        box.done("no route").look(pause_s)
+    return box.done("no route")
+
+
+def test_a_machine_that_was_away_for_longer_than_the_tries_of_a_stop_boots_its_default() -> None:
+    box = cannot_stop_gemma()
+    assert box.look(INSPECT_S).found().ordered == [(Task.STOP, "gemma")]
+    assert box.done("no answer").orders == ()
+    assert (box.at, box.box.reason) == ((State.FAILED, "", ""), "cannot stop gemma: no answer")
+    assert box.look(INSPECT_S - 1).orders == ()
+    assert box.look(1).found().ordered == [(Task.STOP, "gemma")]
+    # Nobody knows what is running, so nothing boots before all are stopped.
+    assert box.done().ordered == [(Task.STOP, "qwen")]
+    assert box.at == (State.FAILED, "", "")
+    assert box.done().ordered == [(Task.START, "gemma")]
+    assert box.at == (State.BOOTING, "gemma", "")
+
+
+def test_of_a_failed_box_only_what_is_not_in_use_is_stopped() -> None:
+    assert cannot_stop_gemma().look(INSPECT_S).found("gemma").ordered == [(Task.CHECK, "gemma")]
+    box = cannot_stop_gemma()
+    box.box = replace(box.box, quarantine={"qwen": Quarantine("canary failed", 900.0)})
+    assert box.look(INSPECT_S).found("qwen").ordered == [(Task.STOP, "gemma")]
+    assert box.done().done().ordered == [(Task.START, "gemma")]
+    assert box.box.quarantine["qwen"].gone
+
+
+def test_a_new_owner_begins_anew_with_the_stops_of_a_failed_box() -> None:
+    box = cannot_stop_gemma().look(INSPECT_S).found().done()
+    assert box.on(OwnershipTaken()).look().ordered == [(Task.INSPECT, "")]
+    assert box.found().ordered == [(Task.STOP, "gemma")]
+
+
+def test_a_box_that_has_failed_is_looked_at_from_then_on_at_intervals() -> None:
+    box = cannot_stop_gemma()
+    assert box.at == (State.FAILED, "", "")
     assert (box.box.cause, box.box.pending) == (Cause.NOTHING, ())
     assert box.look(INSPECT_S - 1).orders == ()
     assert box.look(1).ordered == [(Task.INSPECT, "")]
-    assert box.found().look(INSPECT_S - 1).orders == ()
+    assert box.found().done("no route").look(INSPECT_S - 1).orders == ()
     assert box.look(1).ordered == [(Task.INSPECT, "")]
 
 
