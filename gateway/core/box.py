@@ -415,6 +415,8 @@ def _taken_over(box: Box, event: OwnershipTaken, now: float, rules: BoxRules) ->
     is_lifted = box.backend in box.quarantine and box.backend not in kept
     # Restarts were counted by the previous owner.
     box = replace(box, tries=0, known_restarts={}, quarantine=kept)
+    if box.state is State.DRAINING:  # while nobody had the box, some may have gone on sending requests
+        box = replace(box, since=now)
     strangers = {box.backend, box.target, *box.pending} - {"", *rules.swaps.triggers}
     if strangers:  # left by a process with another configuration: nobody here can stop or start them
         why = f"{min(strangers)} is no longer a backend of this box"

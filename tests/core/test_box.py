@@ -740,6 +740,16 @@ def test_a_new_owner_goes_on_where_the_last_one_was(box: Box, ordered: list[tupl
     assert Script(box).on(OwnershipTaken()).ordered == ordered
 
 
+def test_a_new_owner_of_a_box_that_drains_gives_all_others_time_to_tell_what_they_have_sent_there() -> None:
+    """While the store was away, they used the model that was in, and nobody counted it."""
+    draining = Box(State.DRAINING, 900.0, backend="gemma", target="qwen", cause=Cause.JOBS)
+    box = Script(draining, replace(RULES, settle_s=4.0)).on(OwnershipTaken())
+    assert box.look(wants=QWEN_WANTED).orders == ()
+    assert box.look(3.9, wants=QWEN_WANTED).orders == ()
+    assert box.look(1, wants=QWEN_WANTED, in_flight={"gemma": 1}).orders == ()
+    assert box.look(1, wants=QWEN_WANTED).ordered == [(Task.STOP, "gemma")]
+
+
 def test_a_new_owner_has_tries_of_its_own() -> None:
     box = Script(Box(State.STOPPING, backend="gemma", target="qwen", tries=2)).on(OwnershipTaken())
     for pause_s in COMMAND_PAUSES_S:
