@@ -430,7 +430,7 @@ def _taken_over(box: Box, event: OwnershipTaken, now: float, rules: BoxRules) ->
             why = f"{box.backend} was in when the last gateway left"
             return _order(_enter(replace(box, backend=""), State.UNKNOWN, now, why), Task.INSPECT)
         case State.FAILED if box.since < started_at:
-            return _order(_enter(box, State.UNKNOWN, now, box.reason), Task.INSPECT)
+            return _order(_enter(replace(box, pending=()), State.UNKNOWN, now, box.reason), Task.INSPECT)
         case State.UNKNOWN:
             return _order(box, Task.INSPECT)
         case State.STOPPING:
@@ -441,7 +441,7 @@ def _taken_over(box: Box, event: OwnershipTaken, now: float, rules: BoxRules) ->
         case State.CHECKING:
             return _order(box, Task.CHECK, box.backend)
         case State.FAILED:
-            return replace(box, retry_at=now), ()
+            return replace(box, pending=(), retry_at=now), ()
     return box, ()
 
 

@@ -153,7 +153,7 @@ class Machine(RuleBasedStateMachine):
         box, state = self.box, self.box.state
         assert bool(box.target) is (state in SWAPPING)
         assert box.cause is Cause.NOTHING or state in SWAPPING
-        assert not box.pending or state is State.STOPPING
+        assert not box.pending or state in (State.STOPPING, State.FAILED)
         assert not box.is_started or state in (State.STOPPING, State.BOOTING)
         assert (box.backend in NAMES) is (state is not State.FAILED) or state is State.UNKNOWN
 
