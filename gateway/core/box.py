@@ -11,7 +11,7 @@
                lost: INSPECT finds none, for the first     stopping all, then booting it
                restarted, for the first time               checking
                gone or restarted, again within a day       quarantine
-    draining   nothing of it in flight any more            stopping all but the target
+    draining   nothing of it in flight, and all know it    stopping all but the target
                the swap is cancelled                       resident
     stopping   stopped                                     booting the target, or checking it if it is in
                failed three times                          failed
@@ -39,6 +39,7 @@ Times are arguments, monotonic seconds.
 from collections.abc import Callable, Mapping
 from dataclasses import field, replace
 from enum import StrEnum
+from math import inf
 
 from gateway.core.swap_policy import (
     MOVED_S,
@@ -110,7 +111,7 @@ class BoxRules:
     Attributes:
         swaps: When to swap.
         boot_budget_s: Maximum time from the order to start a model to its first answer.
-        settle_s: Minimum duration of a drain, so that other processes notice it.
+        settle_s: How long a drain goes on once all processes know of it, so that what they have sent is seen.
     """
 
     swaps: SwapRules
@@ -206,6 +207,7 @@ class Observation:
         restarts: Number of restarts noticed per backend.
         misfits: Per backend, what is wrong with its engine's version.
         unready: Per backend that is not ready, what keeps it from that, as far as its probes have shown.
+        heard_s: For how long all other processes have known the state of the box; negative if they do not.
     """
 
     in_flight: Mapping[str, int] = field(default_factory=dict)
@@ -215,6 +217,7 @@ class Observation:
     restarts: Mapping[str, int] = field(default_factory=dict)
     misfits: Mapping[str, str] = field(default_factory=dict)
     unready: Mapping[str, str] = field(default_factory=dict)
+    heard_s: float = inf
 
 
 @valueclass(frozen=True, slots=True)
@@ -415,8 +418,6 @@ def _taken_over(box: Box, event: OwnershipTaken, now: float, rules: BoxRules) ->
     is_lifted = box.backend in box.quarantine and box.backend not in kept
     # Restarts were counted by the previous owner.
     box = replace(box, tries=0, known_restarts={}, quarantine=kept)
-    if box.state is State.DRAINING:  # while nobody had the box, some may have gone on sending requests
-        box = replace(box, since=now)
     strangers = {box.backend, box.target, *box.pending} - {"", *rules.swaps.triggers}
     if strangers:  # left by a process with another configuration: nobody here can stop or start them
         why = f"{min(strangers)} is no longer a backend of this box"
@@ -540,7 +541,7 @@ def _draining(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
         box = _begun(replace(box, target="", cause=Cause.NOTHING), now)
         return _enter(box, State.RESIDENT, now, why), ()
     is_empty = not look.in_flight.get(name) or name in look.lost
-    if not is_empty or now - box.since < rules.settle_s:
+    if not is_empty or look.heard_s < rules.settle_s:
         return box, ()
     # Of three models, somebody may have started the third meanwhile: nobody looks at one that is out.
     others = tuple(other for other in rules.swaps.triggers if other not in (name, box.target))

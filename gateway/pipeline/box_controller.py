@@ -41,7 +41,7 @@ from gateway.core.box import (
     unowned,
 )
 from gateway.core.box_demand import class_of, servers, stored_wants
-from gateway.core.box_report import note, read, read_note, written
+from gateway.core.box_report import Hearing, note, read, read_note, written
 from gateway.core.box_swaps import Swap, SwapTracker
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import Lane
@@ -69,10 +69,10 @@ STORE_LOST_S = 15.0
 """How long the store may be unreachable before swaps are suspended: every ownership has expired by then
 (`store.boards.BOX_TTL_S`)."""
 
-SETTLE_S = 4.0
-"""Time for all processes that share a store to learn that a box is draining, and for its owner to see the
-slots acquired before that: two rounds (`LOOK_S`), one refresh of the ledger's snapshot
-(`store.redis.REFRESH_S`), one command."""
+SETTLE_S = 3.0
+"""Time for the owner to see the slots that processes acquired before they knew that a box is draining: one
+round (`LOOK_S`), for what one knew that had called it off meanwhile, one refresh of the ledger's snapshot
+(`store.redis.REFRESH_S`), and a command each."""
 
 JOBS_SETTLE_S = 1.0
 """Time for a newly claimed job to enter the waiting line and be counted there. A choice: generous."""
@@ -127,6 +127,7 @@ class _Kept:
     objections: Mapping[str, Objection | None] = field(default_factory=dict)
     why_out: Mapping[str, str] = field(default_factory=dict)  # of the backends that are out
     swaps: SwapTracker = field(default_factory=SwapTracker)
+    hearing: Hearing = field(default_factory=Hearing)
     wake: anyio.Event = field(default_factory=anyio.Event)
 
 
@@ -271,12 +272,13 @@ class BoxController:
             kept.name,
             fence=kept.fence,
             state=written(kept.box, now) if kept.fence else "",
-            note=note(kept.own, now),
+            note=note(kept.own, kept.box, now),
         )
         await self._read_store(kept)
         now = self._clock.now()
         kept.is_away = reply is None
         if reply is None:
+            kept.hearing.forget()
             if kept.box.state is State.UNKNOWN and not kept.has_heard:
                 found = [name for name in self._ready(kept) if await self._switch.is_resident(name)]
                 kept.box = unowned(frozenset(found), now) or kept.box
@@ -285,7 +287,8 @@ class BoxController:
             return ()
         has_watched = kept.has_heard  # whoever had the box, this process was there
         kept.has_heard, kept.heard_at = True, now
-        kept.others = _summed(read_note(text, now) for text in reply.others)
+        notes = [read_note(text, now) for text in reply.others]
+        kept.others = _summed(one.wants for one in notes)
         gained = reply.fence and reply.fence != kept.fence
         if (gained or not reply.fence) and reply.state:
             kept.box = read(reply.state, now) or kept.box
@@ -293,6 +296,7 @@ class BoxController:
         kept.fence = reply.fence
         if not kept.fence:
             kept.reports.clear()
+            kept.hearing.forget()
             return ()
         events: list[Event] = [*kept.reports]
         kept.reports.clear()
@@ -305,14 +309,14 @@ class BoxController:
             )
             events = [OwnershipTaken(self._started_at, is_first=not has_watched and not reply.others)]
         orders: list[Order] = []
-        for event in (*events, self._look(kept)):
+        for event in (*events, self._look(kept, kept.hearing.heard_s(kept.box, notes, now))):
             kept.box, more = advance(kept.box, event, self._clock.now(), kept.rules)
             orders.extend(more)
             if swap := kept.swaps.observe(kept.box):
                 self._on_swap(kept.name, swap)
         return orders
 
-    def _look(self, kept: _Kept) -> Observation:
+    def _look(self, kept: _Kept, heard_s: float) -> Observation:
         statuses = self._fleet.statuses()
         mine = {name: statuses[name] for name in kept.backends}
         known = {name: status for name, status in mine.items() if status.served_models}
@@ -339,6 +343,7 @@ class BoxController:
                 for name, one in mine.items()
                 if name not in ready and (cause := one.model_error or one.last_error)
             },
+            heard_s=heard_s,
         )
 
     def _ready(self, kept: _Kept) -> frozenset[str]:

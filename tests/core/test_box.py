@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -201,11 +202,13 @@ def test_before_a_boot_all_others_are_stopped_because_somebody_may_have_started_
     assert box.box.reason == "2 requests wait for qwen; it has to boot"
 
 
-def test_others_get_time_to_learn_that_it_drains() -> None:
-    box = Script(gemma_resident().box, replace(RULES, settle_s=4.0))
+def test_what_others_have_sent_before_they_knew_that_it_drains_is_waited_for() -> None:
+    box = Script(gemma_resident().box, replace(RULES, settle_s=3.0))
     assert box.look(wants=QWEN_WANTED).at[0] is State.DRAINING
-    assert box.look(3.9, wants=QWEN_WANTED).ordered == []
-    assert box.look(0.2, wants=QWEN_WANTED).ordered == [(Task.STOP, "gemma")]
+    assert box.look(60, wants=QWEN_WANTED, heard_s=-inf).ordered == []
+    assert box.look(1, wants=QWEN_WANTED, heard_s=2.9).ordered == []
+    assert box.look(1, wants=QWEN_WANTED, heard_s=3.1, in_flight={"gemma": 1}).ordered == []
+    assert box.look(1, wants=QWEN_WANTED, heard_s=3.1).ordered == [(Task.STOP, "gemma")]
 
 
 def test_a_swap_that_nobody_wants_any_more_is_called_off() -> None:
@@ -565,10 +568,12 @@ def test_a_wrong_version_is_quarantine_before_any_traffic() -> None:
 def test_a_version_is_judged_only_where_the_model_is_in() -> None:
     misfits = {"misfits": {"qwen": "engine 0.24.0, not < 0.24"}}
     assert booting_qwen().look(1, **misfits).at == (State.BOOTING, "qwen", "")
-    box = Script(booting_qwen().look(300, ready=frozenset({"qwen"})).box, replace(RULES, settle_s=4.0), 1300)
-    assert box.look(1, **misfits).at == (State.DRAINING, "qwen", "gemma")
-    box.look(2, **misfits)  # it is known by now: the drain does not begin anew
-    assert box.look(2, **misfits).ordered == [(Task.STOP, "qwen")]
+    box = Script(booting_qwen().look(300, ready=frozenset({"qwen"})).box, replace(RULES, settle_s=3.0), 1300)
+    assert box.look(1, **misfits, heard_s=-inf).at == (State.DRAINING, "qwen", "gemma")
+    drains_since = box.box.since
+    box.look(2, **misfits, heard_s=0.0)  # it is known by now: the drain does not begin anew
+    assert box.box.since == drains_since
+    assert box.look(3, **misfits, heard_s=3.0).ordered == [(Task.STOP, "qwen")]
 
 
 def test_of_those_that_are_not_in_quarantine_the_default_comes_in() -> None:
@@ -738,16 +743,6 @@ def test_models_that_somebody_changed_by_hand_are_taken_as_they_are() -> None:
 )
 def test_a_new_owner_goes_on_where_the_last_one_was(box: Box, ordered: list[tuple[Task, str]]) -> None:
     assert Script(box).on(OwnershipTaken()).ordered == ordered
-
-
-def test_a_new_owner_of_a_box_that_drains_gives_all_others_time_to_tell_what_they_have_sent_there() -> None:
-    """While the store was away, they used the model that was in, and nobody counted it."""
-    draining = Box(State.DRAINING, 900.0, backend="gemma", target="qwen", cause=Cause.JOBS)
-    box = Script(draining, replace(RULES, settle_s=4.0)).on(OwnershipTaken())
-    assert box.look(wants=QWEN_WANTED).orders == ()
-    assert box.look(3.9, wants=QWEN_WANTED).orders == ()
-    assert box.look(1, wants=QWEN_WANTED, in_flight={"gemma": 1}).orders == ()
-    assert box.look(1, wants=QWEN_WANTED).ordered == [(Task.STOP, "gemma")]
 
 
 def test_a_new_owner_has_tries_of_its_own() -> None:

@@ -1,9 +1,10 @@
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 from gateway.core.box import Box, Quarantine, State
-from gateway.core.box_report import note, read, read_note, written
+from gateway.core.box_report import Hearing, Note, note, read, read_note, stage, written
 from gateway.core.swap_policy import Backlog, Cause
 
 BOX = Box(
@@ -69,17 +70,57 @@ def test_a_field_that_another_version_lacks_is_no_report() -> None:
     assert read(written(BOX, 0.0).replace('"boot_s"', '"boots"'), 0.0) is None
 
 
-def test_what_waits_is_told_as_ages() -> None:
-    told = note({"gemma": Backlog(2, 990.0), "qwen": Backlog(), "phi": Backlog(0, None, 995.0)}, 1000.0)
-    assert read_note(told, 50.0) == {"gemma": Backlog(2, 40.0), "phi": Backlog(0, None, 45.0)}
+def test_what_waits_is_told_as_ages_and_what_is_known_as_it_is() -> None:
+    wants = {"gemma": Backlog(2, 990.0), "qwen": Backlog(), "phi": Backlog(0, None, 995.0)}
+    told = {"gemma": Backlog(2, 40.0), "phi": Backlog(0, None, 45.0)}
+    assert read_note(note(wants, BOX, 1000.0), 50.0) == Note(("stopping", "gemma"), told)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "[]", "3", '{"gemma": 3}', '{"gemma": [1, 2]}', '{"gemma": [1, "x", 1]}'),
-        *('{"gemma": [1e999, 1, 1]}', ENDLESS),
+        *("", "[]", "3", "{}", '{"gemma": [1, null, null]}', ENDLESS),
+        *('{"knows": 3, "wants": {}}', '{"knows": ["draining", "gemma"]}'),
+        *(
+            f'{{"knows": ["draining", "gemma"], "wants": {{"gemma": {wrong}}}}}'
+            for wrong in ("3", "[1, 2]", '[1, "x", 1]', "[1e999, 1, 1]")
+        ),
     ],
 )
 def test_a_note_that_cannot_be_read_says_nothing(text: str) -> None:
-    assert read_note(text, 0.0) == {}
+    assert read_note(text, 0.0) == Note()
+
+
+DRAINING = Box(State.DRAINING, backend="gemma", target="qwen")
+AWARE, UNAWARE = (Note(stage(one)) for one in (DRAINING, Box(State.RESIDENT, backend="gemma")))
+
+
+@pytest.mark.parametrize(
+    ("rounds", "heard_s"),
+    [
+        pytest.param([(0, []), (3, [])], 3, id="nobody-else"),
+        pytest.param([(0, [AWARE, UNAWARE]), (3, [AWARE, UNAWARE])], -inf, id="one-does-not-know"),
+        pytest.param([(0, [UNAWARE, UNAWARE]), (2, [AWARE, AWARE]), (3, [AWARE, AWARE])], 1, id="all-know"),
+        pytest.param([(0, [AWARE]), (3, [AWARE, UNAWARE])], 3, id="one-that-has-just-started"),
+        pytest.param([(0, [AWARE, UNAWARE]), (9, [AWARE]), (10, [AWARE])], 1, id="one-has-gone"),
+        pytest.param([(0, [UNAWARE]), (14.9, [UNAWARE])], -inf, id="silence"),
+        pytest.param([(0, [UNAWARE]), (15, [UNAWARE]), (16, [UNAWARE])], 1, id="silence-for-too-long"),
+        pytest.param([(0, [Note()]), (15, [Note()])], 0, id="one-of-another-version"),
+    ],
+)
+def test_since_when_all_others_know_what_the_box_is_doing(
+    rounds: list[tuple[float, list[Note]]], heard_s: float
+) -> None:
+    hearing = Hearing()
+    told = [hearing.heard_s(DRAINING, others, 1000.0 + at) for at, others in rounds]
+    assert told[-1] == heard_s
+
+
+def test_what_was_known_before_another_state_or_a_silence_does_not_count() -> None:
+    hearing = Hearing()
+    assert hearing.heard_s(DRAINING, [AWARE], 1000.0) == 0
+    assert hearing.heard_s(replace(DRAINING, state=State.RESIDENT), [AWARE], 1002.0) == -inf
+    assert hearing.heard_s(DRAINING, [AWARE], 1003.0) == 0
+    hearing.forget()
+    assert hearing.heard_s(DRAINING, [UNAWARE], 1009.0) == -inf
+    assert hearing.heard_s(DRAINING, [AWARE], 1010.0) == 0

@@ -490,7 +490,8 @@ async def test_every_job_ends_once_and_whole_whatever_is_killed(site: Site, seed
             "short stays": short_stays(seen, site.killed),
             "cut by swaps": seen["cut_requests"] - sum(site.killed.values()),
         }
-        assert {what: faults for what, faults in found.items() if faults} == {}, f"seed {seed}"
+        stays = f"stays of models: {seen['residencies']}, killed: {site.killed}"
+        assert {what: faults for what, faults in found.items() if faults} == {}, f"seed {seed}; {stays}"
         assert len(histories) == crowd.accepted == JOBS
         # One may be enough: blows can keep the box from swapping until the first model's jobs are over.
         assert seen["swaps"], "the box has not been tried"

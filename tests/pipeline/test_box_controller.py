@@ -12,7 +12,7 @@ from support.boards import EmulatedBoard
 from support.redis_server import own_server
 
 from gateway.core.box import COMMAND_PAUSES_S, Box, BoxRules, Quarantine, State
-from gateway.core.box_report import written
+from gateway.core.box_report import note, written
 from gateway.core.errors import StoreUnavailable
 from gateway.core.health import BackendStatus
 from gateway.core.health import State as Health
@@ -266,6 +266,25 @@ async def test_a_process_that_stood_still_goes_on_with_the_swap_that_only_it_can
         await one.another_look()
         assert machine.stops is not None
         machine.stops.set()
+        await one.is_at(State.RESIDENT, "gemma")
+        assert machine.orders == ["stop qwen", "start gemma"]
+
+
+async def test_a_model_is_stopped_once_every_process_knows_that_it_drains() -> None:
+    machine = Machine()
+    one, other = Process(machine), board_of(machine, "other")
+    async with at_work(one):
+        resident = one.snapshot.box
+        await other.sync("spark", fence=0, state="", note=note({}, resident, machine.now))
+        machine.lanes_there = [stored(4, 10.0)]
+        await one.until(lambda: one.snapshot.plan.cause is Cause.JOBS)
+        machine.now = resident.resident_since + 301
+        await one.is_at(State.DRAINING, "qwen")
+        for _ in range(3):  # it may be sending requests there, which nobody has seen
+            machine.now += 4
+            await one.another_look()
+        assert (one.at, machine.orders) == ((State.DRAINING, "qwen"), [])
+        await other.sync("spark", fence=0, state="", note=note({}, one.snapshot.box, machine.now))
         await one.is_at(State.RESIDENT, "gemma")
         assert machine.orders == ["stop qwen", "start gemma"]
 
