@@ -230,7 +230,7 @@ class Gateway:
             policy=lambda: self.policy,
             keys=digests,
             clock=self.clock,
-            on_waiting=self.pipeline.room.look,
+            on_change=self.pipeline.room.look,
         )
         if self._store is not None:
             self._store.exchange.join(self.peers.facts, self.peers.hear)
@@ -395,7 +395,7 @@ class Gateway:
         if not engine.caches_prefixes:
             self.pipeline.forget_prefixes(backend_id)
         if self._store is not None and self._store.keeps_to_part:
-            self.counts.forget(backend_id)  # what the other gateways hold there is unknown
+            self._backend_unsampled(backend_id)  # what the other gateways hold there is unknown
             return
         backend = self.policy.backends[backend_id]
         before, after = self.counts.observe(engine, self.ledger.load(backend_id), backend)

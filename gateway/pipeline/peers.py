@@ -35,7 +35,7 @@ class Peers:
         policy: Callable[[], Policy],
         keys: Collection[str],
         clock: Clock,
-        on_waiting: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
         """Wire up the sources and sinks of the facts.
 
@@ -49,11 +49,11 @@ class Peers:
             policy: Returns the current policy; facts about anything it does not contain are ignored.
             keys: Names of the API keys; empty if callers need none.
             clock: Source of times.
-            on_waiting: Called when the number of long prompts waiting at peers has changed.
+            on_change: Called when what peers have said may let a request that waits here start.
         """
         self._fleet, self._estimator, self._line, self._watch = fleet, estimator, line, watch
         self._prefixes = prefixes
-        self._policy, self._clock, self._on_waiting = policy, clock, on_waiting
+        self._policy, self._clock, self._on_change = policy, clock, on_change
         self._keys: frozenset[str | None] = frozenset(keys or (None,))
         self._known: Mapping[str, Facts] = {}
         self._long_waiting: Mapping[str, int] = {}
@@ -141,6 +141,7 @@ class Peers:
         for (model, name, key), tokens in started.items():
             if (model, name) in classes and key in self._keys:
                 self._line.charge(model, name, key, tokens)
+                self._on_change()  # one that fits may come before one that does not fit now
 
     def _note_reading(self, facts: Mapping[str, Facts]) -> None:
         backends, now = self._policy().backends, self._clock.now()
@@ -154,7 +155,7 @@ class Peers:
         if counts != self._long_waiting:
             self._long_waiting = counts
             self._line.note_long_waiting(counts)
-            self._on_waiting()
+            self._on_change()
 
 
 def _counts(facts: Facts, which: str) -> dict[str, int]:

@@ -17,11 +17,15 @@ import openai
 import pytest
 from click.testing import CliRunner
 from support import clients
+from support.redis_server import RedisServer
 from support.site import SPEED, Site, simulated, site
 
 from gateway import app
 from gateway.cli import main
+from gateway.core.count_check import KV_SAMPLES
 from gateway.core.health import EngineSample, State, transitions
+from gateway.core.values import Load
+from gateway.ports import Slot
 from gateway.simulator import Fault, FaultOrder
 
 HELLO: Any = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -685,6 +689,37 @@ async def test_what_somebody_else_runs_on_a_backend_is_seen(
         ]
         monkeypatch.setattr("gateway.upstream.probes.STALE_S", -1.0)  # no sample is recent
         await running.eventually(lambda: drift("light-0").lasting_seqs == 0)
+
+
+async def test_who_waits_for_blocks_is_told_when_it_is_no_longer_known_who_has_them(
+    tmp_path: Path, store: RedisServer
+) -> None:
+    """A gateway that keeps to its part does not know what the others hold, and what strangers do."""
+    one = simulated({"light-0": "h100-tp1-light"})
+    chats = {"class": "chat", "pools": ["light"], "waiting": {"max_wait_s": 10}}
+    sections = {**ONE_POOL, "models": {"gemma-4": {"classes": [chats]}}, "health": {"interval_s": 3_600}}
+    answers: list[int] = []
+    async with site(tmp_path, fleet=one, store={"url": store.url}, **sections) as running:
+        gateway, room = running.gateway, running.gateway.pipeline.room
+        full = EngineSample(at=1e6, running=9, kv_usage=1.0)
+        for _ in range(KV_SAMPLES):
+            gateway._backend_sampled("light-0", full)
+        limits = Load(*[10**9] * 6)
+        slot = await gateway.ledger.acquire("light-0", Load(seqs=1, kv_blocks=10), limits)
+        assert isinstance(slot, Slot)
+
+        async def ask(client: httpx.AsyncClient) -> None:
+            body = {"model": "gemma-4", "messages": HELLO, "max_tokens": 3}
+            answers.append((await client.post("/v1/chat/completions", json=body)).status_code)
+
+        async with running.http() as client, anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, client)
+            await running.eventually(lambda: len(room.line) == 1)
+            store.kill()
+            await running.eventually(lambda: gateway._store is not None and gateway._store.keeps_to_part)
+            gateway._backend_sampled("light-0", full)
+        await gateway.ledger.release(slot)
+    assert answers == [200]
 
 
 async def test_liveness_and_readiness(fleet: Site) -> None:

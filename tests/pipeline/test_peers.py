@@ -49,7 +49,7 @@ class Gateway:
             policy=lambda: POLICY,
             keys=keys,
             clock=self.clock,
-            on_waiting=self._look,
+            on_change=self._look,
         )
         for backend in POLICY.backends:
             self.fleet._observe(backend, ProbeOk(models=("served",)))
@@ -221,6 +221,9 @@ def test_a_key_that_floods_another_gateway_is_behind_here(here: Gateway, there: 
     here.hear(there)
 
     assert order(here) == ["late", "early"]
+    assert here.looks == 1  # what did not fit was first, and may have kept the other from starting
+    here.hear(there)
+    assert here.looks == 1
 
 
 def charged(gateway: Gateway) -> dict[str | None, float]:
