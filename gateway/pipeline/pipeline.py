@@ -376,8 +376,9 @@ class Pipeline:
             entered_at = self._clock.now()
             try:
                 candidate, slot = await self.room.admit(ticket, ranking, has_waited=has_waited)
-            except PolicyChanged:
-                ticket, has_waited = self._waited(ticket, entered_at), True
+            except PolicyChanged as changed:
+                ticket = replace(self._waited(ticket, entered_at), is_demoted=changed.was_demoted)
+                has_waited = True
                 continue
             except ShedError as shed:
                 if failure is None or isinstance(shed, AtCapacity | Draining):
@@ -458,7 +459,13 @@ class Pipeline:
         except GatewayError:
             return replace(ticket, failed=ticket.failed | _for_others(ticket, policy))
         context.policy, context.decision, context.ticket = policy, decision, anew
-        return replace(anew, failed=ticket.failed, waited_s=ticket.waited_s, deadline=ticket.deadline)
+        return replace(
+            anew,
+            failed=ticket.failed,
+            waited_s=ticket.waited_s,
+            deadline=ticket.deadline,
+            is_demoted=ticket.is_demoted,
+        )
 
     def _ticket(
         self, policy: Policy, model: ModelPolicy, incoming: Incoming, estimate: Estimate

@@ -33,7 +33,15 @@ _ONE_TOGETHER_BACKENDS = 1_000
 
 
 class PolicyChanged(Exception):
-    """The policy has changed since the request was queued."""
+    """The policy has changed since the request was queued.
+
+    Attributes:
+        was_demoted: Whether it was behind the others of its class, because it was late.
+    """
+
+    def __init__(self, *, was_demoted: bool) -> None:
+        super().__init__()
+        self.was_demoted = was_demoted
 
 
 class _Waiter:
@@ -148,13 +156,15 @@ class WaitingRoom:
             refused = self.line.enter(ticket, self._clock.now(), has_waited=has_waited)
             if refused is not None:
                 raise _shed(refused)
-        waiter = self._waiters[ticket.id] = _Waiter(self._cohort)
+        waiter, was_demoted = _Waiter(self._cohort), False
+        self._waiters[ticket.id] = waiter
         try:
             if offer is not None:
                 await self._take(offer)
             if waiter.place is None:
                 self.look()
                 await waiter.wait()
+                was_demoted = self.line.is_demoted(ticket.id)
         except anyio.get_cancelled_exc_class():
             if waiter.place is not None:  # the caller left just as its turn came
                 await self.release(ticket, waiter.place[1], answered=False)
@@ -166,7 +176,7 @@ class WaitingRoom:
         if isinstance(waiter.error, Draining):
             await self._turn_away(ticket, waiter.place)
         if waiter.place is None:
-            raise waiter.error or PolicyChanged
+            raise waiter.error or PolicyChanged(was_demoted=was_demoted)
         return waiter.place
 
     async def _turn_away(self, ticket: Ticket, place: tuple[Candidate, Slot] | None) -> NoReturn:

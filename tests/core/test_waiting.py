@@ -3,7 +3,7 @@
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +43,7 @@ from gateway.core.waiting import (
 )
 from gateway.core.waiting.drain import Drain
 from gateway.core.waiting.fairness import FINISH_SPARE, Entry, Shares
-from gateway.core.waiting.line import EXPIRIES_SPARE, MOVED_WAIT_S
+from gateway.core.waiting.line import AGAIN_WAIT_S, EXPIRIES_SPARE, MOVED_WAIT_S
 from gateway.core.waiting.prefills import level
 from gateway.core.waiting.room import STAYING_MAX
 
@@ -1624,6 +1624,52 @@ def test_one_that_is_tried_again_is_sent_behind_and_refused_by_all_it_has_waited
 
     assert "again" not in [refused.id for refused in site.turn(10.9).refused]
     assert "again" in [refused.id for refused in site.turn(11.0).refused]
+
+
+@pytest.mark.parametrize(("is_free", "outcome"), [(True, ["again"]), (False, [Reason.WAITED_TOO_LONG])])
+def test_one_that_is_tried_again_gets_a_turn_though_its_wait_is_used_up(
+    is_free: bool, outcome: Sequence[object]
+) -> None:
+    site = Site()
+    if not is_free:
+        site.enter("running")
+        site.start()
+    used_up = PLAIN.waiting.max_wait_s + 0.01
+    assert site.enter("again", 5.0, arrived_at=0.0, waited_s=used_up, failed=frozenset({"push"})) is None
+
+    begun = site.start(5.0)
+
+    assert begun + [refused.reason for refused in site.turn(5.0 + 2 * AGAIN_WAIT_S).refused] == outcome
+
+
+@pytest.mark.parametrize(
+    ("when_late", "order", "refused_at"),
+    [(WhenLate.DEMOTE, ["timely", "late"], 10.0), (WhenLate.REFUSE, ["late", "timely"], 2.0)],
+)
+def test_who_was_demoted_before_it_is_decided_again_stays_behind(
+    when_late: WhenLate, order: Sequence[str], refused_at: float
+) -> None:
+    rules = bounded(max_wait_s=2.0, when_late=when_late, demoted_wait_s=10.0)
+    site = Site()
+    site.enter("running")
+    site.start()
+    late = site.ticket("late", traffic_class=rules, is_demoted=True)
+    site.line.enter(late, 0.0, has_waited=True)
+    site.enter("timely", 0.0, traffic_class=rules, arrived_at=0.5)
+
+    assert [waiter.id for waiter in site.line.waiters(0.0)] == order
+    assert site.line.is_demoted("late") == (when_late is WhenLate.DEMOTE)
+    assert "late" not in [one.id for one in site.turn(refused_at - 0.1).refused]
+    assert "late" in [one.id for one in site.turn(refused_at).refused]
+
+
+def test_a_job_is_not_demoted_though_it_is_behind() -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    site.enter("job", is_job=True)
+
+    assert not site.line.is_demoted("job")
 
 
 def test_a_callers_own_deadline_ends_the_wait_before() -> None:

@@ -12,7 +12,7 @@ from support.world import DONE, HELLO, POLICY, ROLE, STOP, Caller, Script, World
 
 from gateway.core.errors import AtCapacity, Draining
 from gateway.core.usage import Ending
-from gateway.core.values import Exclusion, Load, TrafficClass, Waiting
+from gateway.core.values import Exclusion, Load, TrafficClass, Waiting, WhenLate
 from gateway.core.waiting import MISS_PAUSE_S
 from gateway.pipeline.waiting_room import REDECIDED_TOGETHER
 from gateway.ports import Arrival, Slot
@@ -414,6 +414,30 @@ async def test_who_is_decided_anew_keeps_what_it_has_waited_and_is_not_refused()
 
         (waiter,) = world.pipeline.room.line.waiters(world.clock.now())
         assert (waiter.traffic_class, waiter.waited_s) == ("chat", 1.5)
+        tasks.cancel_scope.cancel()
+
+
+async def test_who_was_demoted_stays_behind_when_the_policy_changes() -> None:
+    """Who has come since would be told of a longer wait, and might be refused."""
+    world = World(TakenElsewhere())
+    (model,) = POLICY.models
+    rules = Waiting(max_wait_s=1.0, when_late=WhenLate.DEMOTE)
+    world.policy = replace(
+        POLICY, models=(replace(model, classes=(TrafficClass("chat", ("light",), waiting=rules),)),)
+    )
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.pipeline.room.run)
+        tasks.start_soon(arrive, world, 1)
+        await anyio.wait_all_tasks_blocked()
+        world.clock.time += 2.0
+        tasks.start_soon(arrive, world, 2)
+        await anyio.wait_all_tasks_blocked()
+        world.policy = replace(world.policy)
+        world.pipeline.policy_changed()
+        await anyio.wait_all_tasks_blocked()
+
+        assert [one.is_behind for one in world.pipeline.room.line.waiters(world.clock.now())] == [False, True]
         tasks.cancel_scope.cancel()
 
 

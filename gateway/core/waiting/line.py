@@ -29,6 +29,10 @@ MOVED_WAIT_S = 1.0
 """How long a request that another policy has moved to another class may wait there, whatever it has waited
 before: a backend may have a slot for it. A choice: time for a turn, and for a probe of a new backend."""
 
+AGAIN_WAIT_S = 0.1
+"""How long a request that is tried again may wait, whatever it has waited before: another backend may be
+idle. A choice: time for a turn, and for a second one if the offered slot was gone (`MISS_PAUSE_S`)."""
+
 EXPIRIES_SPARE = 1_024
 """The expiry heap is rebuilt when it exceeds twice the number of queued requests by more than this. A choice:
 rebuilding a small one saves nothing."""
@@ -208,8 +212,10 @@ class WaitingLine:
         lane, rules = self._settled(ticket), ticket.traffic_class.waiting
         entry = self._entry(ticket, now)
         if has_waited:
-            longest_s = max(rules.max_wait_s, ticket.waited_s + MOVED_WAIT_S)
-            entry.expires_at = _expiry(ticket, now, longest_s)
+            most_s = rules.max_wait_s
+            if ticket.is_demoted and rules.when_late is WhenLate.DEMOTE:
+                entry.rank, most_s = Rank.BEHIND, rules.longest_wait_s
+            entry.expires_at = _expiry(ticket, now, max(most_s, ticket.waited_s + MOVED_WAIT_S))
             self._insert(lane, entry, now)
             return None
         has_room = self._has_room(lane, entry)
@@ -274,6 +280,11 @@ class WaitingLine:
             first = offered.offer.candidates[0]
             claims[first.backend] = claims.get(first.backend, Load()) + first.claim
         return claims
+
+    def is_demoted(self, ticket_id: str) -> bool:
+        """Return whether a request is queued behind the others of its class because it is late."""
+        entry = self._waiting.get(ticket_id)
+        return entry is not None and entry.rank is Rank.BEHIND and not entry.ticket.demand.is_job
 
     def is_offered(self, ticket_id: str) -> bool:
         """Return whether a request has an unanswered offer."""
@@ -408,11 +419,14 @@ class WaitingLine:
         due_at = ticket.due_at
         start_by = due_at - ticket.prefill_s
         rank = Rank.LATE if now > start_by else Rank.TIMELY
+        most_s = ticket.traffic_class.waiting.max_wait_s
+        if ticket.failed:
+            most_s = max(most_s, ticket.waited_s + AGAIN_WAIT_S)
         return Entry(
             ticket,
             self._numbers,
             entered_at=now,
-            expires_at=_expiry(ticket, now, ticket.traffic_class.waiting.max_wait_s),
+            expires_at=_expiry(ticket, now, most_s),
             due_at=due_at,
             start_by=start_by,
             is_long=ticket.is_long,

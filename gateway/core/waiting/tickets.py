@@ -37,6 +37,7 @@ class Ticket:
         waited_s: Earlier waiting time: in the queue before previous attempts, or as a job in the store. The
             attempts themselves do not count.
         prefix_shares: Per backend, the share of its conversation that the backend has seen.
+        is_demoted: Whether it was queued behind the others of its class when another policy came.
     """
 
     id: str
@@ -52,6 +53,7 @@ class Ticket:
     failed: frozenset[str] = frozenset()
     waited_s: float = 0.0
     prefix_shares: Mapping[str, float] = field(default_factory=dict)
+    is_demoted: bool = False
 
     @property
     def first_pool(self) -> tuple[str, ...]:
