@@ -26,7 +26,7 @@ from gateway.downstream.explain_routes import Question, RequestForgotten
 from gateway.downstream.operator_json import indented
 from gateway.downstream.reading import Received
 from gateway.parts import wire_rules
-from gateway.pipeline import Pipeline
+from gateway.pipeline import Pipeline, patience_s
 from gateway.ports import Arrival, Clock, Estimator
 from gateway.reload import Reloader
 from gateway.settings import Settings
@@ -62,7 +62,8 @@ class Outlook:
     Attributes:
         waiting: Number of waiting requests of its class.
         expected_wait_s: Expected wait; 0 if a backend has room and nobody is waiting; None if it is unknown.
-        max_wait_s: How long its class lets a request wait; None: for as long as it takes, as a job.
+        max_wait_s: How long its class lets it wait, or its caller if that is less (`x-gateway-timeout-s`);
+            None: for as long as it takes, as a job.
     """
 
     waiting: int
@@ -249,7 +250,8 @@ class WhatIf:
         prompt = deciding.prompt_of(policy, asked.incoming)
         estimate = await self._estimator.estimate(prompt, model.template, policy.window_tokens)
         views, notes = self._views(policy, self._pipeline.prefix_shares(request.prefixes))
-        found = self._decided(policy, request, estimate, views, is_background=asked.is_background)
+        wait_s = None if asked.is_background else patience_s(request.headers)
+        found = self._decided(policy, request, estimate, views, wait_s, is_background=asked.is_background)
         told = (*found.notes, *asked.notes, *notes)
         return replace(found, dropped=tuple(asked.incoming.dropped), notes=told)
 
@@ -260,7 +262,8 @@ class WhatIf:
             raise RequestForgotten(message)
         request = record.asked.request(record.key)
         views, notes = self._views(policy, _held(record.decision))
-        found = self._decided(policy, request, record.asked.estimate, views)
+        wait_s = None if request.is_job else record.asked.patience_s
+        found = self._decided(policy, request, record.asked.estimate, views, wait_s)
         return replace(found, notes=(*found.notes, *self._unkept(policy, request), *notes))
 
     def _decided(
@@ -269,11 +272,13 @@ class WhatIf:
         request: Request,
         estimate: Estimate,
         views: Mapping[str, BackendView],
+        wait_s: float | None,
         *,
         is_background: bool | None = None,
     ) -> Explanation:
+        """Return the decision and its outlook. `wait_s`: how long its caller lets it wait, if it says so."""
         found = decided(policy, request, estimate, views, is_background=is_background)
-        return replace(found, outlook=self._outlook(policy, request, found, views))
+        return replace(found, outlook=self._outlook(policy, request, found, views, wait_s))
 
     def _views(
         self, policy: Policy, held: Mapping[str, float]
@@ -308,12 +313,18 @@ class WhatIf:
         return notes
 
     def _outlook(
-        self, policy: Policy, request: Request, found: Explanation, views: Mapping[str, BackendView]
+        self,
+        policy: Policy,
+        request: Request,
+        found: Explanation,
+        views: Mapping[str, BackendView],
+        wait_s: float | None,
     ) -> Outlook:
         decision, line, now = found.decision, self._pipeline.room.line, self._clock.now()
         model = deciding.model_of(policy, decision.model)
         (its,) = (one for one in model.classes if one.name == decision.traffic_class)
-        most_s = None if found.is_queued else its.waiting.longest_wait_s
+        limits_s = [] if found.is_queued else [its.waiting.longest_wait_s]
+        most_s = min(limits_s if wait_s is None else [*limits_s, wait_s], default=None)
         waiting = line.waiting().get((decision.model, decision.traffic_class), 0)
         if not waiting and decision.candidates.first is not None:
             return Outlook(0, 0.0, most_s)
@@ -326,10 +337,11 @@ class WhatIf:
             key=request.key,
             arrived_at=now,
             prefill_s=fastest_prefill_s(policy, its.pools[0], decision.demand),
+            deadline=None if wait_s is None else now + wait_s,
             prefix_shares={name: view.prefix_share for name, view in views.items() if view.prefix_share},
         )
-        wait_s = line.expected_wait_s(ticket, now, views)
-        return Outlook(waiting, None if wait_s is None else round(wait_s, 2), most_s)
+        expected_s = line.expected_wait_s(ticket, now, views)
+        return Outlook(waiting, None if expected_s is None else round(expected_s, 2), most_s)
 
 
 def _held(decision: Decision) -> Mapping[str, float]:

@@ -78,6 +78,16 @@ async def test_the_fleet_is_taken_as_it_stands(fleet: Site) -> None:
     assert candidate(busy, "light")["load"]["seqs"] == 3
 
 
+@pytest.mark.parametrize(("said", "most_s"), [("0.5", 0.5), ("90", 1.2), ("soon", 1.2)])
+async def test_a_caller_may_say_how_long_it_waits(fleet: Site, said: str, most_s: float) -> None:
+    headers = {"x-gateway-timeout-s": said}
+    anew = (await asked(fleet, request=CHAT, headers=headers)).json()
+    past = await sent(fleet, headers)
+    again = (await asked(fleet, request_id=past)).json()
+
+    assert anew["outlook"] == again["outlook"] == {"waiting": 0, "expected_wait_s": 0.0, "max_wait_s": most_s}
+
+
 async def test_a_document_is_told_how_long_what_is_being_read_will_take(fleet: Site) -> None:
     """Although nobody else is waiting."""
     first, second = ([{"role": "user", "content": f"{word} " * 30_000}] for word in ("stone", "river"))
