@@ -2559,6 +2559,54 @@ def test_a_late_one_comes_after_those_of_its_key_that_are_due_before_the_last_ti
     assert [site.line.position(name) for name in ("other", "timely", "late")] == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("demoted", "in_turn", "position"),
+    [
+        (["a", "a", "a"], [], 4),
+        (["b", "b", "b"], [], 1),
+        (["a", "b", "b", "b"], [], 3),
+        (["a", "a"], ["a"], 4),
+    ],
+    ids=["its-key", "another-key", "both", "after-those-in-turn"],
+)
+def test_positions_count_those_of_other_classes_that_come_first_though_they_are_demoted(
+    demoted: Sequence[str], in_turn: Sequence[str], position: int
+) -> None:
+    """Between classes, the one that is due first goes first, even if it has been demoted."""
+    site = Site()
+    bulk = replace(bounded(max_wait_s=1.0, when_late=WhenLate.DEMOTE, demoted_wait_s=900.0), name="bulk")
+    site.enter("running")
+    site.start()
+    for number, key in enumerate(demoted):
+        site.enter(f"late-{number}", 0.0, traffic_class=bulk, key=key)
+    site.turn(1.1)
+    for number, key in enumerate(in_turn):
+        site.enter(f"new-{number}", 1.1, traffic_class=bulk, key=key)
+    site.enter("chat", 1.2, traffic_class=PATIENT, key="a")
+
+    assert site.line.position("chat") == position
+    assert [one.id for one in site.line.waiters(1.2)].index("chat") == position - 1
+    entry = site.line._waiting["chat"]
+    lane = site.line._lane(entry.ticket)
+    assert len(list(lane.shares.those_ahead_of(lane, entry))) == position - 1
+
+
+def test_who_would_wait_for_demoted_ones_is_refused_at_once() -> None:
+    site = Site()
+    bulk = replace(bounded(max_wait_s=1.0, when_late=WhenLate.DEMOTE, demoted_wait_s=900.0), name="bulk")
+    drained(site, 1.0)
+    for number in range(20):
+        site.enter(f"late-{number}", 100.0, traffic_class=bulk)
+    site.turn(100.0)
+    site.turn(101.5)
+
+    chat = bounded(max_wait_s=5.0)
+    refused = site.enter("chat", 102.0, traffic_class=chat) or site.turn(102.0).refused[0]
+
+    assert (refused.reason, refused.position) == (Reason.WAIT_TOO_LONG, 21)
+    assert refused.retry_after_s > 15
+
+
 def test_positions_count_those_of_other_classes_that_want_the_same_pool() -> None:
     site = Site()
     site.enter("running")

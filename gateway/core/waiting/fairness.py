@@ -120,6 +120,7 @@ class Lane:
         self.policy: Policy | None = None  # the policy from which `home` was derived
         self.shares = Shares([self])
         self.behind: list[int] = []
+        self.demoted: dict[str | None, list[tuple[float, int]]] = {}  # those behind but jobs, by deadline
         self._flows: dict[str | None, _Flow] = {}
         self._starts: list[tuple[float, int]] = []  # timely entries of all keys, by latest start
 
@@ -180,11 +181,16 @@ class Lane:
         """Demote an entry behind all others."""
         self._take_out(entry)
         entry.rank = Rank.BEHIND
+        self._place_behind(entry)
+
+    def _place_behind(self, entry: Entry) -> None:
         insort(self.behind, entry.number)
+        if not entry.ticket.demand.is_job:
+            insort(self.demoted.setdefault(entry.ticket.key, []), (entry.due_at, entry.number))
 
     def _place(self, entry: Entry, now: float) -> None:
         if entry.rank is Rank.BEHIND:
-            insort(self.behind, entry.number)
+            self._place_behind(entry)
             return
         key = entry.ticket.key
         flow = self._flows.get(key)
@@ -203,6 +209,11 @@ class Lane:
     def _take_out(self, entry: Entry) -> None:
         if entry.rank is Rank.BEHIND:
             _discard(self.behind, entry.number)
+            if not entry.ticket.demand.is_job:
+                demoted = self.demoted[entry.ticket.key]
+                _discard(demoted, (entry.due_at, entry.number))
+                if not demoted:
+                    del self.demoted[entry.ticket.key]
             return
         key = entry.ticket.key
         flow = self._flows[key]
@@ -266,6 +277,16 @@ class Lane:
             return 0
         timely = bisect_left(flow.timely, (due_at, 0))
         return timely if timely < len(flow.timely) else len(flow)
+
+    def demoted_before(self, key: str | None, due_at: float) -> Sequence[tuple[float, int]]:
+        """Return the demoted entries of a key here that precede one of another class that is due at `due_at`.
+
+        There are none while others of this class may come after that one.
+        """
+        demoted = self.demoted.get(key, ())
+        if not demoted or self.in_turn > self.due_before(key, due_at):
+            return ()
+        return demoted[: bisect_left(demoted, (due_at, 0))]
 
 
 Home = tuple[int, frozenset[str]]
@@ -393,12 +414,28 @@ class Shares:
         key = entry.ticket.key
         own, due_at = lane.ahead_of(entry)
         own += sum(one.due_before(key, due_at) for one in self.lanes if one is not lane)
+        demoted = self._demoted_beside(lane)
+        own += sum(len(one.demoted_before(key, due_at)) for one in demoted)
         # The other keys alternate with this one, as long as they have entries.
         if own:
             others = sum(min(own + 1, tag.entries) for name, tag in self._tags.items() if name != key)
         else:
             others = len(self._tags) - (key in self._tags)
-        return own + others
+        return own + others + sum(1 for _ in self._demoted_of_others(demoted, key, own))
+
+    def _demoted_beside(self, lane: Lane) -> Sequence[Lane]:
+        """Return the other lanes with demoted entries."""
+        return [one for one in self.lanes if one.demoted and one is not lane]
+
+    def _demoted_of_others(self, lanes: Sequence[Lane], key: str | None, own: int) -> Iterator[Entry]:
+        """Yield the demoted entries of other keys that alternate with `own` entries of a key."""
+        for one in lanes:
+            if own and not one.in_turn:
+                for name, demoted in one.demoted.items():
+                    if name != key:
+                        in_turn = self._tags[name].entries if name in self._tags else 0
+                        for _, number in demoted[: max(0, own - in_turn)]:
+                            yield one.entries[number]
 
     def those_ahead_of(self, lane: Lane, entry: Entry) -> Iterator[Entry]:
         """Yield the entries that would start before an entry of a lane, in no order; see `ahead_of`."""
@@ -415,6 +452,12 @@ class Shares:
                 number = one.due_before(key, due_at)
                 own += number
                 yield from one.first_of(key, number)
+        demoted = self._demoted_beside(lane)
+        for one in demoted:
+            before = one.demoted_before(key, due_at)
+            own += len(before)
+            yield from (one.entries[number] for _, number in before)
+        yield from self._demoted_of_others(demoted, key, own)
         for name in self._tags:
             if name != key:
                 for one in self.lanes:
