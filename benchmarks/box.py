@@ -25,6 +25,7 @@ from benchmarks.routers import ESTIMATE_BAND
 from benchmarks.routing import machine
 from benchmarks.scoring import quantile
 from benchmarks.traffic import clipped, lognormal
+from gateway.core.backends import Backend, Gates, Pool
 from gateway.core.box import (
     Box,
     BoxRules,
@@ -42,24 +43,12 @@ from gateway.core.box_demand import stored_wants
 from gateway.core.engine import Engine
 from gateway.core.health import BackendStatus, State
 from gateway.core.jobs import Lane
+from gateway.core.load import Demand
+from gateway.core.policy import ModelPolicy, Policy, TrafficClass, Waiting
 from gateway.core.profile import Profile
+from gateway.core.request import CountMode, Endpoint, Estimate, Prompt, Request
 from gateway.core.selection import BackendView
 from gateway.core.swap_policy import SwapRules, Trigger
-from gateway.core.values import (
-    Backend,
-    CountMode,
-    Demand,
-    Endpoint,
-    Estimate,
-    Gates,
-    ModelPolicy,
-    Policy,
-    Pool,
-    Prompt,
-    Request,
-    TrafficClass,
-    Waiting,
-)
 from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s
 from gateway.jobs import WorkerRules
 from gateway.ports import Slot

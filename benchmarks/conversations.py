@@ -30,25 +30,13 @@ if not __package__:  # python benchmarks/conversations.py
 from benchmarks.routing import machine
 from benchmarks.traffic import clipped, lognormal
 from benchmarks.virtual_fleet import backend_of
+from gateway.core.backends import Pool
 from gateway.core.estimation import APPROXIMATE_BAND
+from gateway.core.policy import Bound, Comparison, ModelPolicy, Policy, TrafficClass, Waiting, Weights, When
 from gateway.core.prefix_cache import BLOCK_TOKENS
 from gateway.core.profile import Profile
+from gateway.core.request import CountMode, Endpoint, Estimate, Prefixes
 from gateway.core.request_features import RequestFeatures
-from gateway.core.values import (
-    Bound,
-    Comparison,
-    CountMode,
-    Endpoint,
-    Estimate,
-    ModelPolicy,
-    Policy,
-    Pool,
-    Prefixes,
-    TrafficClass,
-    Waiting,
-    Weights,
-    When,
-)
 from gateway.core.virtual_fleet import Fate, Fleet, Patience, Router
 from gateway.profiles import library
 from gateway.replay.router import PolicyRouter

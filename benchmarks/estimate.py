@@ -33,7 +33,8 @@ import anyio
 import anyio.lowlevel
 
 from gateway.core.class_counts import WEIGHTS, class_count_tokens, classes
-from gateway.core.values import Prompt, TemplateCosts, Turn
+from gateway.core.policy import TemplateCosts
+from gateway.core.request import Prompt, Turn
 from gateway.tokenizer import PromptEstimator, Vocabulary, count_text, load
 
 TEXTS_PER_KIND = 60

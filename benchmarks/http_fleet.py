@@ -55,8 +55,9 @@ from benchmarks.scoring import WARM_UP_S, Score, quantile, score
 from benchmarks.traffic import MIXES, Arrival, arrivals
 from benchmarks.virtual_fleet import FLEET, Fate, fleet_profiles, holds
 from gateway.core import admission
+from gateway.core.backends import Backend, Capacity, Pool, Timeouts
 from gateway.core.perf import PerfModel
-from gateway.core.values import Backend, Capacity, Policy, Pool, Timeouts, TrafficClass, When
+from gateway.core.policy import Policy, TrafficClass, When
 
 T = TypeVar("T")
 

@@ -7,23 +7,10 @@ from typing import TypeVar
 
 from benchmarks.traffic import Arrival, Kind
 from benchmarks.virtual_fleet import Fate, Fleet, backend_of, fleet_profiles
+from gateway.core.backends import Gates, KneeStep, Pool, Spill
+from gateway.core.policy import Bound, Comparison, ModelPolicy, Policy, TrafficClass, Waiting, When
+from gateway.core.request import CountMode, Endpoint, Estimate
 from gateway.core.request_features import RequestFeatures
-from gateway.core.values import (
-    Bound,
-    Comparison,
-    CountMode,
-    Endpoint,
-    Estimate,
-    Gates,
-    KneeStep,
-    ModelPolicy,
-    Policy,
-    Pool,
-    Spill,
-    TrafficClass,
-    Waiting,
-    When,
-)
 from gateway.core.waiting import Ticket
 from gateway.replay.router import PolicyRouter
 

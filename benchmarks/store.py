@@ -25,7 +25,7 @@ from gateway.core.class_counts import TextKind
 from gateway.core.facts import Attempts, Facts, Learned, Ratio
 from gateway.core.health import State, Verdict
 from gateway.core.jobs import Chunk, Job, JobStatus, NewJob, Quota
-from gateway.core.values import UNLIMITED, Load
+from gateway.core.load import UNLIMITED, Load
 from gateway.ports import Ledger, Slot
 from gateway.store.embedded import temporary_folder, valkey_in
 from gateway.store.facts import encode

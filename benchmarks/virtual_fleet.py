@@ -7,8 +7,8 @@ from typing import Protocol
 
 from benchmarks.traffic import Arrival, Kind
 from gateway.core import virtual_fleet
+from gateway.core.backends import Backend, Capacity
 from gateway.core.profile import Profile
-from gateway.core.values import Backend, Capacity
 from gateway.core.virtual_fleet import Patience, holds
 from gateway.profiles import library
 

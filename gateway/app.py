@@ -21,6 +21,7 @@ from anyio.abc import TaskGroup
 from gateway import memory, parts
 from gateway.clock import SystemClock
 from gateway.cohort import Cohort
+from gateway.core.backends import Backend
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import ConfigError
@@ -32,11 +33,12 @@ from gateway.core.health import (
     lost,
 )
 from gateway.core.jobs import lane_of
+from gateway.core.load import Load
+from gateway.core.policy import Policy
 from gateway.core.reloads import Reload
 from gateway.core.selection import BackendView, unavailable_reason
 from gateway.core.trace import passed_on
 from gateway.core.value import valueclass
-from gateway.core.values import Backend, Load, Policy
 from gateway.core.waiting import WaitingLine
 from gateway.downstream.config_routes import config_handlers
 from gateway.downstream.console_routes import Console

@@ -14,8 +14,8 @@ from rich.table import Table
 from gateway import command_http, what_if
 from gateway.commands import PIPED_WIDTH
 from gateway.core import deciding
+from gateway.core.decision import Exclusion
 from gateway.core.errors import GatewayError
-from gateway.core.values import Exclusion
 from gateway.downstream import wire
 from gateway.settings import Settings
 from gateway.tokenizer import open_estimator

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gateway import __version__
+from gateway.core.policy import Policy
 from gateway.core.recent import History
 from gateway.core.usage import RequestRecord
-from gateway.core.values import Policy
 from gateway.core.waiting import WaitingLine
 from gateway.ports import Clock
 from gateway.telemetry.journal import Journal, is_notable

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from gateway.clock import SystemClock
+from gateway.core.backends import Backend
 from gateway.core.canary import Canary
 from gateway.core.errors import ConfigError
 from gateway.core.health import (
@@ -20,9 +21,10 @@ from gateway.core.health import (
     hang_after_s,
 )
 from gateway.core.jobs import AttemptEnd, Job, JobPriority, Quota, lane_of, model_and_class
+from gateway.core.policy import Policy
+from gateway.core.request import Endpoint
 from gateway.core.responses.replay import JobFacts
 from gateway.core.trace import parse
-from gateway.core.values import Backend, Endpoint, Policy
 from gateway.core.webhooks import WebhookAttempt
 from gateway.downstream import wire
 from gateway.downstream.background import Background, JobRules

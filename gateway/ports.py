@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
+from gateway.core.backends import Backend, Timeouts
 from gateway.core.batches import (
     Batch,
     BatchClaim,
@@ -17,6 +18,7 @@ from gateway.core.batches import (
     RunningLine,
 )
 from gateway.core.conversations import Conversations
+from gateway.core.decision import Exclusion
 from gateway.core.errors import GatewayError
 from gateway.core.facts import Attempts, Learned
 from gateway.core.files import FileRefusal, NewFile, StoredFile
@@ -34,23 +36,12 @@ from gateway.core.jobs import (
     Refusal,
     Serving,
 )
+from gateway.core.load import Load
+from gateway.core.policy import TemplateCosts
+from gateway.core.request import NO_CHANGES, Changes, Endpoint, Estimate, Prefixes, Prompt, Request
 from gateway.core.trace import Trace
 from gateway.core.usage import AttemptRecord, RequestRecord
 from gateway.core.value import valueclass
-from gateway.core.values import (
-    NO_CHANGES,
-    Backend,
-    Changes,
-    Endpoint,
-    Estimate,
-    Exclusion,
-    Load,
-    Prefixes,
-    Prompt,
-    Request,
-    TemplateCosts,
-    Timeouts,
-)
 from gateway.core.webhooks import Delivery, WebhookEndpoint, WebhookEvent
 
 Headers = Sequence[tuple[bytes, bytes]]

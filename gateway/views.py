@@ -10,8 +10,9 @@ from gateway import __version__
 from gateway.core import admission
 from gateway.core.count_check import CountDrift, CountTracker
 from gateway.core.health import BackendStatus
+from gateway.core.load import Load
+from gateway.core.policy import Policy
 from gateway.core.selection import unavailable_reason
-from gateway.core.values import Load, Policy
 from gateway.pipeline import BackendSnapshot, BackendWatch, Peers
 from gateway.pipeline.box_controller import BoxController, BoxSnapshot
 from gateway.ports import Clock, Fleet

@@ -8,18 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from gateway.core import admission, classification, deciding
+from gateway.core.decision import Decision
 from gateway.core.errors import CallerError, Unauthorized
+from gateway.core.policy import Policy, TrafficClass
+from gateway.core.request import Endpoint, Estimate, Request
 from gateway.core.request_features import matched_headers
 from gateway.core.selection import BackendView
 from gateway.core.value import valueclass
-from gateway.core.values import (
-    Decision,
-    Endpoint,
-    Estimate,
-    Policy,
-    Request,
-    TrafficClass,
-)
 from gateway.core.waiting import Ticket, fastest_prefill_s
 from gateway.downstream import responses, wire
 from gateway.downstream.explain_routes import Question, RequestForgotten

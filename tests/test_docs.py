@@ -10,11 +10,11 @@ from prometheus_client import CollectorRegistry
 from gateway import profiles
 from gateway.clock import SystemClock
 from gateway.core import errors
+from gateway.core.decision import Exclusion
 from gateway.core.errors import GatewayError
 from gateway.core.health import Outcome
 from gateway.core.quirks import WORKAROUNDS
 from gateway.core.usage import Ending
-from gateway.core.values import Exclusion
 from gateway.core.waiting import Reason
 from gateway.downstream import config_routes, console_routes, explain_routes, guard, routes
 from gateway.telemetry import gauges

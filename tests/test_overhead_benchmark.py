@@ -20,7 +20,7 @@ from benchmarks.overhead.verdict import (
     throughput_table,
     workers_table,
 )
-from gateway.core.values import CountMode
+from gateway.core.request import CountMode
 from gateway.tokenizer import build, count_text, load
 
 

@@ -19,8 +19,8 @@ from benchmarks.scoring import Score, score
 from benchmarks.traffic import Arrival, Kind
 from benchmarks.virtual_fleet import Fate
 from gateway import settings
+from gateway.core.backends import Capacity, Gates, KneeStep
 from gateway.core.class_counts import class_count_tokens
-from gateway.core.values import Capacity, Gates, KneeStep
 from gateway.simulator.template import render
 
 

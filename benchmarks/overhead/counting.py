@@ -16,7 +16,8 @@ from pathlib import Path
 from benchmarks.overhead import clocked, machine
 from benchmarks.overhead.scenarios import renumbered
 from gateway import memory
-from gateway.core.values import Endpoint, TemplateCosts
+from gateway.core.policy import TemplateCosts
+from gateway.core.request import Endpoint
 from gateway.downstream import wire
 from gateway.downstream.reading import Received
 from gateway.ports import Arrival

@@ -22,21 +22,11 @@ against one table of cases.
 from collections.abc import Mapping
 from functools import lru_cache
 
+from gateway.core.backends import OPEN, Backend, Capacity, Gates, JobRoom, KneeStep, Spill
+from gateway.core.decision import Exclusion
+from gateway.core.load import UNLIMITED, Demand, Load
 from gateway.core.perf import PerfModel
 from gateway.core.quirks.context_buckets import padded
-from gateway.core.values import (
-    OPEN,
-    UNLIMITED,
-    Backend,
-    Capacity,
-    Demand,
-    Exclusion,
-    Gates,
-    JobRoom,
-    KneeStep,
-    Load,
-    Spill,
-)
 
 WHOLE = 1_000_000
 """A backend's whole knee, in units of `Load.share`: millionths, so that every store adds them up alike

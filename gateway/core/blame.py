@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
+from gateway.core.backends import Backend, Pool
 from gateway.core.health import HealthRules
-from gateway.core.values import Backend, Policy, Pool
+from gateway.core.policy import Policy
 
 REPEATED_S = HealthRules().failure_window_s
 """How long a request is remembered: as long as a failure counts."""

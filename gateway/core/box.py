@@ -41,6 +41,7 @@ from dataclasses import field, replace
 from enum import StrEnum
 from math import inf
 
+from gateway.core.decision import Exclusion, Objection
 from gateway.core.swap_policy import (
     MOVED_S,
     Backlog,
@@ -53,7 +54,6 @@ from gateway.core.swap_policy import (
     should_cancel,
 )
 from gateway.core.value import valueclass
-from gateway.core.values import Exclusion, Objection
 
 COMMAND_TRIES = 3
 """Attempts at a command to stop or start. A choice: this is not a boot, so a failure costs seconds."""

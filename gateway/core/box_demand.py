@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 from gateway.core.box import Box, State
 from gateway.core.jobs import Lane, lane_of
+from gateway.core.policy import Policy, TrafficClass
 from gateway.core.swap_policy import Backlog
-from gateway.core.values import Policy, TrafficClass
 
 
 def class_of(policy: Policy, lane: str) -> TrafficClass | None:

@@ -7,7 +7,8 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gateway.core.values import Comparison, Estimate, ModelPolicy, Request, TrafficClass
+from gateway.core.policy import Comparison, ModelPolicy, TrafficClass
+from gateway.core.request import Estimate, Request
 
 _OPERATORS: Mapping[Comparison, Callable[[int, int], bool]] = {
     Comparison.GE: operator.ge,

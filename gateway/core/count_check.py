@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from gateway.core.backends import Backend
 from gateway.core.health import EngineSample
 from gateway.core.kv import KvFormula
+from gateway.core.load import Load
 from gateway.core.value import valueclass
-from gateway.core.values import Backend, Load
 
 WINDOW_S = 60.0
 """How long a difference must last. A choice: a request that is being received, or whose last bytes are in

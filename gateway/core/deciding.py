@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from gateway.core import classification, selection
+from gateway.core.backends import Backend
+from gateway.core.decision import Decision, Exclusion
 from gateway.core.errors import (
     CallerError,
     ContextExceeded,
@@ -15,23 +17,11 @@ from gateway.core.errors import (
     UpstreamUnreachable,
 )
 from gateway.core.health import BackendStatus, State
+from gateway.core.load import Demand, Load
+from gateway.core.policy import ModelPolicy, Policy, TrafficClass
 from gateway.core.quirks import RemedyRequest
+from gateway.core.request import CountMode, Endpoint, Estimate, Prompt, Request
 from gateway.core.selection import BackendView
-from gateway.core.values import (
-    Backend,
-    CountMode,
-    Decision,
-    Demand,
-    Endpoint,
-    Estimate,
-    Exclusion,
-    Load,
-    ModelPolicy,
-    Policy,
-    Prompt,
-    Request,
-    TrafficClass,
-)
 
 Views = Callable[[TrafficClass], Mapping[str, BackendView]]
 """Returns the current state of the backends in a class's pools."""

@@ -15,8 +15,9 @@ from gateway.core.estimation import (
     MARGIN_FLOOR_TOKENS,
     image_budget,
 )
+from gateway.core.policy import TemplateCosts
+from gateway.core.request import CountMode, Estimate, Prompt
 from gateway.core.value import valueclass
-from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts
 
 WINDOW = 100
 """Number of answers per backend that are considered. A choice: a new template shows within as many."""

@@ -26,12 +26,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from gateway.core.backends import Capacity
 from gateway.core.kv import KvFormula
 from gateway.core.perf import PerfModel
 from gateway.core.prefix_cache import BLOCK_TOKENS, PrefixCache
 from gateway.core.profile import EngineFlags
 from gateway.core.value import valueclass
-from gateway.core.values import Capacity
 
 DEFAULT_MAX_NUM_SEQS = 256
 """Maximum batch for recipes without `--max-num-seqs`: vLLM's own default."""

@@ -9,8 +9,9 @@ declarations and tool rounds, an upper bound is used. Figures: docs/estimate.md#
 import math
 from collections.abc import Iterator, Sequence
 
+from gateway.core.policy import TemplateCosts
+from gateway.core.request import CountMode, Estimate, LongText, Prompt, Turn
 from gateway.core.value import valueclass
-from gateway.core.values import CountMode, Estimate, LongText, Prompt, TemplateCosts, Turn
 
 IMAGE_BUDGETS = (70, 140, 280, 560, 1120)
 """Supported soft tokens per image; the processor accepts no others."""

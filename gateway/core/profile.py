@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import field
 from enum import StrEnum
 
+from gateway.core.backends import Capacity, Modalities
 from gateway.core.perf import PerfModel
 from gateway.core.value import valueclass
-from gateway.core.values import Capacity, Modalities
 
 
 class Basis(StrEnum):

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from operator import attrgetter
 
+from gateway.core.policy import ModelPolicy, Policy
+from gateway.core.request import Endpoint, Estimate, Prompt, Request
 from gateway.core.value import valueclass
-from gateway.core.values import Endpoint, Estimate, ModelPolicy, Policy, Prompt, Request
 
 OTHER = True
 """Replaces the value of a header that no condition compares: only its presence is stored."""

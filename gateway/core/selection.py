@@ -10,23 +10,13 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from gateway.core import admission, versions
+from gateway.core.backends import Backend, Capacity, Pool
+from gateway.core.decision import Candidate, Exclusion, Objection, Ranking
 from gateway.core.health import PROBATION_SEQS, BackendStatus, State, accepts, preference, usable
+from gateway.core.load import Demand, Load
+from gateway.core.policy import Policy, TrafficClass, Weights
 from gateway.core.quirks.context_buckets import stalls
 from gateway.core.value import valueclass
-from gateway.core.values import (
-    Backend,
-    Candidate,
-    Capacity,
-    Demand,
-    Exclusion,
-    Load,
-    Objection,
-    Policy,
-    Pool,
-    Ranking,
-    TrafficClass,
-    Weights,
-)
 
 CACHED_MIN_TOKENS = 1_000
 """Of shorter prompts, nothing counts as cached. A choice: an H100 reads them in less than 0.2 s

@@ -20,8 +20,8 @@ from dataclasses import replace
 from enum import StrEnum
 
 from gateway.core.admission import WHOLE, job_reserve
+from gateway.core.backends import Capacity
 from gateway.core.value import valueclass
-from gateway.core.values import Capacity
 
 WINDOW_S = 2.0
 """Interval for closing windows. A choice: the batch hardly changes within one."""

@@ -2,12 +2,12 @@
 
 from enum import StrEnum
 
+from gateway.core.decision import Candidate, Decision
 from gateway.core.errors import GatewayError, ShedError
 from gateway.core.health import Outcome
 from gateway.core.request_features import RequestFeatures
 from gateway.core.trace import Trace
 from gateway.core.value import valueclass
-from gateway.core.values import Candidate, Decision
 
 
 class Ending(StrEnum):

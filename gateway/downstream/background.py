@@ -12,6 +12,7 @@ import anyio
 import msgspec
 
 from gateway.core.chat_jobs import whole
+from gateway.core.decision import Decision
 from gateway.core.errors import (
     Draining,
     GatewayError,
@@ -38,11 +39,11 @@ from gateway.core.jobs import (
     model_and_class,
     size_of,
 )
+from gateway.core.request import Changes, Estimate
 from gateway.core.responses.draft import Event
 from gateway.core.responses.replay import JobFacts, Replay
 from gateway.core.usage import Ending, RequestRecord
 from gateway.core.value import valueclass
-from gateway.core.values import Changes, Decision, Estimate
 from gateway.events import about
 from gateway.pipeline import Pipeline
 from gateway.ports import Clock, Headers, Incoming, JobStore, Recorder

@@ -25,11 +25,11 @@ from gateway.core.errors import (
 from gateway.core.idempotency import HEADER, Idempotency
 from gateway.core.jobs import ELSEWHERE, JobPriority, NewJob, lane_of
 from gateway.core.quirks.tool_markup import NOT_IN_STREAMS
+from gateway.core.request import Endpoint
 from gateway.core.responses.items import response_id
 from gateway.core.responses.replay import JobFacts
 from gateway.core.responses.request import chat_param_here, metadata_of
 from gateway.core.value import valueclass
-from gateway.core.values import Endpoint
 from gateway.downstream import wire
 from gateway.downstream.background import STREAMED, Background, headers_kept
 from gateway.downstream.files import FileRules, expiry_of, limit_of, page_of

@@ -18,12 +18,13 @@ from gateway.core.chat_jobs import failure, job_id
 from gateway.core.errors import GatewayError, JobNotFinished, ResponseNotFound, ShedError, StoreUnavailable
 from gateway.core.idempotency import HEADER
 from gateway.core.jobs import Job
+from gateway.core.policy import OnDisconnect, TrafficClass, Waiting
 from gateway.core.prefer import Preference, preference
 from gateway.core.quirks.tool_markup import NOT_IN_STREAMS
+from gateway.core.request import Endpoint, Estimate
 from gateway.core.responses.chat_echo import echo_of_chat
 from gateway.core.responses.replay import JobFacts
 from gateway.core.responses.request import new_response
-from gateway.core.values import Endpoint, Estimate, OnDisconnect, TrafficClass, Waiting
 from gateway.downstream.background import Background, handover_headers, headers_kept, job_headers
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.reading import Received, Work

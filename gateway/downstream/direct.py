@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from gateway.core.errors import GatewayError, RequestTimeout
-from gateway.core.values import Endpoint
+from gateway.core.request import Endpoint
 from gateway.downstream.body_receiver import TOGETHER_MAX, WORTH_BYTES, BodyReceiver
 from gateway.downstream.call_task import CallTask
 from gateway.downstream.direct_call import Chats, DirectCall

@@ -13,8 +13,8 @@ from threading import Lock
 
 import msgspec
 
+from gateway.core.request import LongText
 from gateway.core.value_limit import is_escaped
-from gateway.core.values import LongText
 
 LONG_BYTES = 65_536
 """Minimum size of a long text, as a JSON string with its quotes. A choice: a shorter one is decoded in well

@@ -30,6 +30,7 @@ from gateway.core.errors import (
 )
 from gateway.core.idempotency import HEADER
 from gateway.core.jobs import Job
+from gateway.core.request import Endpoint
 from gateway.core.responses.chat_stream import ChatStream
 from gateway.core.responses.draft import Draft, Event
 from gateway.core.responses.items import Item, home_of, without_references
@@ -45,7 +46,6 @@ from gateway.core.responses.request import (
     travels,
 )
 from gateway.core.value import valueclass
-from gateway.core.values import Endpoint
 from gateway.downstream import wire
 from gateway.downstream.background import Background, gone, handover_headers, headers_kept
 from gateway.downstream.files import limit_of, page_of

@@ -12,14 +12,16 @@ from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
 from litestar.types import ASGIApp, Receive, Scope, Send
 
+from gateway.core.backends import Backend
 from gateway.core.errors import (
     GatewayError,
     InvalidRequest,
     ModelNotFound,
     RouteNotFound,
 )
+from gateway.core.policy import Policy
+from gateway.core.request import Endpoint
 from gateway.core.trace import Trace, passed_on
-from gateway.core.values import Backend, Endpoint, Policy
 from gateway.downstream import wire
 from gateway.downstream.background import Background
 from gateway.downstream.batches import PATH as BATCHES

@@ -11,9 +11,9 @@ from litestar.types import Send
 
 from gateway.cohort import Cohort
 from gateway.core.errors import CallerError, Draining, GatewayError, let_go
+from gateway.core.request import Endpoint
 from gateway.core.trace import Trace
 from gateway.core.usage import Ending
-from gateway.core.values import Endpoint
 from gateway.downstream import wire
 from gateway.downstream.errors import MethodNotAllowed, fault
 from gateway.downstream.keys import KeyRing

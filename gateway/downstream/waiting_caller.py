@@ -21,9 +21,9 @@ from gateway.core.errors import (
     StreamBroken,
 )
 from gateway.core.jobs import Job, JobStatus, size_of
+from gateway.core.policy import OnDisconnect
 from gateway.core.sse import DONE
 from gateway.core.value import valueclass
-from gateway.core.values import OnDisconnect
 from gateway.downstream.background import Background, Outage
 from gateway.downstream.relay import HttpDownstream, send_body
 from gateway.events import about

@@ -21,9 +21,9 @@ import msgspec
 
 from gateway.core.errors import BodyTooLarge, InvalidRequest
 from gateway.core.estimation import texts_in
+from gateway.core.request import NO_CHANGES, Changes, Endpoint, LongText, Prefixes, Prompt, Request, Turn
 from gateway.core.value import valueclass
 from gateway.core.value_limit import CONTAINERS_MAX, VALUES_MAX, is_crowded
-from gateway.core.values import NO_CHANGES, Changes, Endpoint, LongText, Prefixes, Prompt, Request, Turn
 from gateway.downstream import lone_surrogates
 from gateway.downstream.chat_shapes import (
     CHAT,

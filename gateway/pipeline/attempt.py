@@ -13,6 +13,8 @@ import anyio
 
 from gateway.core import answers, deciding, quirks
 from gateway.core.answers import ABORTED, BackendError, FewerChoices, UnfitAnswer
+from gateway.core.backends import Backend, Timeouts
+from gateway.core.decision import Candidate
 from gateway.core.errors import (
     AnswerUnfit,
     ChoicesMissing,
@@ -31,7 +33,6 @@ from gateway.core.naming import ModelNames
 from gateway.core.quirks import AssemblingReader, MendingReader, mend_whole
 from gateway.core.sse import StreamReader
 from gateway.core.usage import AttemptRecord
-from gateway.core.values import Backend, Candidate, Timeouts
 from gateway.pipeline import caller
 from gateway.pipeline.caller import SSE_HEADERS, CallerStalled
 from gateway.pipeline.chunk_fast_path import ChunkFastPath

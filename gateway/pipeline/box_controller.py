@@ -18,6 +18,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from gateway.core import health, versions
+from gateway.core.backends import Backend
 from gateway.core.box import (
     COMMAND_TRIES,
     INSPECT_S,
@@ -43,11 +44,12 @@ from gateway.core.box import (
 from gateway.core.box_demand import class_of, servers, stored_wants
 from gateway.core.box_report import Hearing, note, read, read_note, written
 from gateway.core.box_swaps import Swap, SwapTracker
+from gateway.core.decision import Exclusion, Objection
 from gateway.core.errors import StoreUnavailable
 from gateway.core.jobs import Lane
+from gateway.core.policy import Policy
 from gateway.core.swap_policy import Backlog, Cause, Plan
 from gateway.core.value import valueclass
-from gateway.core.values import Backend, Exclusion, Objection, Policy
 from gateway.core.waiting import WaitingLine
 from gateway.events import about
 from gateway.ports import BoxBoard, BoxFleet, Clock, JobStore, Ledger, Switch

@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import blake2b
 
+from gateway.core.backends import Backend
 from gateway.core.blame import IN_A_ROW, PAUSE_S, REPEATED_S, Blame, Doubts
+from gateway.core.decision import Exclusion, Objection
 from gateway.core.health import BackendStatus, Outcome, State
+from gateway.core.policy import Policy
 from gateway.core.selection import unavailable_reason
 from gateway.core.usage import AttemptRecord
-from gateway.core.values import Backend, Exclusion, Objection, Policy
 from gateway.pipeline.request_context import RequestContext
 from gateway.ports import Clock, Fleet
 

@@ -12,7 +12,7 @@ from gateway.core.admission import WHOLE
 from gateway.core.conversations import HASHING, Conversations
 from gateway.core.facts import Facts, increases, least, pooled, summed
 from gateway.core.health import PeerAttempts, PeerVerdict
-from gateway.core.values import Policy
+from gateway.core.policy import Policy
 from gateway.core.waiting import WaitingLine
 from gateway.events import about
 from gateway.pipeline.watch import BackendWatch

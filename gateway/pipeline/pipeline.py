@@ -17,8 +17,10 @@ from anyio.abc import TaskGroup
 from gateway.cohort import Cohort
 from gateway.core import classification, deciding
 from gateway.core.admission import WHOLE
+from gateway.core.backends import Backend
 from gateway.core.box_demand import class_of, servers
 from gateway.core.count_check import CountTracker
+from gateway.core.decision import Candidate, Decision, Exclusion, Objection
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import (
     NOTHING_RAN,
@@ -38,24 +40,11 @@ from gateway.core.errors import (
 from gateway.core.estimation import is_plain
 from gateway.core.health import BackendStatus, Outcome, State, served_name
 from gateway.core.jobs import Serving, model_and_class
+from gateway.core.load import Load
+from gateway.core.policy import ModelPolicy, Policy, TemplateCosts, TrafficClass
+from gateway.core.request import Endpoint, Estimate, Prefixes, Prompt
 from gateway.core.selection import CACHED_MIN_TOKENS, BackendView, unavailable_reason
 from gateway.core.usage import Ending
-from gateway.core.values import (
-    Backend,
-    Candidate,
-    Decision,
-    Endpoint,
-    Estimate,
-    Exclusion,
-    Load,
-    ModelPolicy,
-    Objection,
-    Policy,
-    Prefixes,
-    Prompt,
-    TemplateCosts,
-    TrafficClass,
-)
 from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s, patient
 from gateway.pipeline.attempt import Attempt
 from gateway.pipeline.caller import SSE_HEADERS, CallerStalled, KeepAlive, patience_s, while_caller_reads

@@ -2,9 +2,11 @@
 
 from collections.abc import Awaitable, Callable
 
+from gateway.core.decision import Candidate, Decision
+from gateway.core.policy import Policy
+from gateway.core.request import Estimate
 from gateway.core.request_features import RequestFeatures
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
-from gateway.core.values import Candidate, Decision, Estimate, Policy
 from gateway.core.waiting import Ticket
 from gateway.pipeline.caller import KeepAlive, patience_s
 from gateway.ports import Downstream, Headers, Incoming

@@ -14,9 +14,9 @@ from typing import NoReturn
 import anyio
 
 from gateway.cohort import Cohort
+from gateway.core.decision import Candidate, Ranking
 from gateway.core.errors import AtCapacity, Draining, NoBackend, ShedError
 from gateway.core.selection import BackendView
-from gateway.core.values import Candidate, Ranking
 from gateway.core.waiting import MISS_PAUSE_S, Offer, Reason, Refused, Ticket, WaitingLine
 from gateway.ports import Clock, Ledger, Slot
 

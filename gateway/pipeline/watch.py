@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, replace
 import anyio
 
 from gateway.core.admission import WHOLE, blocks_planned, knee_step
+from gateway.core.backends import Backend, KneeStep
 from gateway.core.knee_estimate import ClassShape, KneeEstimate, StepFit, estimate
+from gateway.core.load import Demand
+from gateway.core.policy import Policy
 from gateway.core.tpot_control import WINDOW_S, GapMeter, Move, TpotControl, TpotTarget, adjust
 from gateway.core.usage import Usage
 from gateway.core.value import valueclass
-from gateway.core.values import Backend, Demand, KneeStep, Policy
 from gateway.pipeline.chunk_fast_path import Counter, NullCounter
 from gateway.ports import Clock, Ledger, Slot
 

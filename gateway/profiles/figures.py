@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from gateway.core.backends import Capacity, KneeStep, Modalities
 from gateway.core.kv import KvFormula
 from gateway.core.perf import PerfModel
 from gateway.core.profile import Basis, EngineFlags, Profile, Provenance
 from gateway.core.value import valueclass
-from gateway.core.values import Capacity, KneeStep, Modalities
 
 _WEAKNESS = (Basis.MEASURED, Basis.DERIVED, Basis.FITTED, Basis.GUESSED)
 _UP_TO = re.compile(r"\s*<=\s*([\d_]+)\s*")

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import field
 
+from gateway.core.policy import Policy
 from gateway.core.profile import EngineFlags
 from gateway.core.value import valueclass
-from gateway.core.values import Policy
 from gateway.settings import Settings
 
 

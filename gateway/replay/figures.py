@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 
 from gateway.core.errors import InvalidRequest
+from gateway.core.policy import Policy
 from gateway.core.usage import Ending
 from gateway.core.value import valueclass
-from gateway.core.values import Policy
 from gateway.core.virtual_fleet import Fate
 from gateway.replay.reading import Entry
 from gateway.replay.simulating import Past, Run

@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from gateway.core import deciding
 from gateway.core.errors import GatewayError
+from gateway.core.policy import Policy
+from gateway.core.request import CountMode
 from gateway.core.request_features import RequestFeatures
 from gateway.core.selection import BackendView
 from gateway.core.value import valueclass
-from gateway.core.values import CountMode, Policy
 from gateway.replay.reading import Entry, Log
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
+from gateway.core.policy import Policy
 from gateway.core.request_features import OTHER, matched_headers
 from gateway.core.usage import Ending
-from gateway.core.values import Policy
 from gateway.replay.candidate_policy import CandidatePolicy
 from gateway.replay.reading import Entry, Log
 from gateway.replay.simulating import Past

@@ -8,9 +8,9 @@ from io import BufferedReader
 from pathlib import Path
 
 from gateway.core import classification
+from gateway.core.request import Estimate
 from gateway.core.request_features import RequestFeatures
 from gateway.core.value import valueclass
-from gateway.core.values import Estimate
 from gateway.telemetry import decision_lines
 from gateway.telemetry.decision_lines import NewerFormat, PolicyLine, RequestLine
 

@@ -10,9 +10,10 @@ from typing import Any, Generic, TypeVar
 
 from gateway.core import deciding, selection
 from gateway.core.errors import GatewayError
+from gateway.core.policy import Policy
+from gateway.core.request import Prefixes
 from gateway.core.request_features import RequestFeatures
 from gateway.core.selection import BackendView
-from gateway.core.values import Policy, Prefixes
 from gateway.core.virtual_fleet import Arriving, Fate, Fleet
 from gateway.core.waiting import Refused, Ticket, WaitingLine, fastest_prefill_s, patient
 from gateway.ports import Slot

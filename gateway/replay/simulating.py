@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from gateway.core.backends import Capacity
 from gateway.core.perf import PerfModel
+from gateway.core.policy import Policy, TrafficClass
 from gateway.core.profile import EngineFlags
 from gateway.core.request_features import RequestFeatures
 from gateway.core.usage import Ending
 from gateway.core.value import valueclass
-from gateway.core.values import Capacity, Policy, TrafficClass
 from gateway.core.virtual_fleet import Fate, Fleet, Patience
 from gateway.replay.reading import Entry
 from gateway.replay.router import PolicyRouter

@@ -8,8 +8,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gateway.core.admission import blocks_planned
+from gateway.core.backends import Backend, Capacity
+from gateway.core.policy import ModelPolicy, Policy, TrafficClass
 from gateway.core.quirks import WORKAROUNDS
-from gateway.core.values import Backend, Capacity, ModelPolicy, Policy, TrafficClass
 from gateway.settings.policies import mixed_pools
 from gateway.settings.problems import Finding, Problem, closest
 from gateway.settings.reach import Reach, reach

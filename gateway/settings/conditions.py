@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from gateway.core.values import Bound, Comparison
+from gateway.core.policy import Bound, Comparison
 
 _PART = re.compile(r"\s*(>=|>|<=|<|==|=|)\s*([0-9]+(?:_[0-9]+)*)\s*")
 _GROUPED = re.compile(r"[0-9]{1,3}(?:,\s?[0-9]{3})+(?![0-9])")

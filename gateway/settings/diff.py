@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from gateway.core.policy import Bound
 from gateway.core.reloads import Changes
-from gateway.core.values import Bound
 from gateway.core.versions import VersionBound
 from gateway.settings.document import Document
 from gateway.settings.fields import Section

@@ -22,7 +22,8 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from gateway.core import versions
-from gateway.core.values import Bound, KneeStep
+from gateway.core.backends import KneeStep
+from gateway.core.policy import Bound
 from gateway.core.versions import VersionBound
 from gateway.core.webhooks import EVENT_TYPES
 from gateway.profiles.figures import prompt_tokens_max

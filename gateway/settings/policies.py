@@ -7,29 +7,22 @@ from functools import lru_cache
 from typing import Any
 
 from gateway import profiles
-from gateway.core.profile import Profile
-from gateway.core.values import (
-    Backend,
-    Capacity,
+from gateway.core.backends import Backend, Capacity, Gates, JobRoom, Modalities, Pool, Spill, Timeouts
+from gateway.core.policy import (
     Comparison,
-    Gates,
-    JobRoom,
-    Modalities,
     ModelPolicy,
     OnDisconnect,
     Policy,
-    Pool,
     ReasoningField,
     RetryPolicy,
-    Spill,
     TemplateCosts,
-    Timeouts,
     TrafficClass,
     Waiting,
     Weights,
     When,
     WhenLate,
 )
+from gateway.core.profile import Profile
 from gateway.settings.document import Document
 from gateway.settings.fields import Section, curve
 from gateway.settings.problems import Finding

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from gateway.core.policy import Bound, Comparison, When
 from gateway.core.value import valueclass
-from gateway.core.values import Bound, Comparison, When
 
 COUNTED = ("prompt_tokens", "total_tokens", "max_tokens", "images", "audios", "tools")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from gateway import tcp
 from gateway.core.box import BoxRules
 from gateway.core.errors import ConfigError
+from gateway.core.policy import Policy
 from gateway.core.profile import EngineFlags, Profile
 from gateway.core.swap_policy import SwapRules, Trigger
-from gateway.core.values import Policy
 from gateway.core.webhooks import WebhookEndpoint, read_secret
 from gateway.settings.addresses import Address, address, overlap
 from gateway.settings.document import Document

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 import anyio
 
 from gateway.core.admission import COUNTERS
-from gateway.core.values import Exclusion, Load
+from gateway.core.decision import Exclusion
+from gateway.core.load import Load
 from gateway.ports import Slot
 from gateway.store.leases import Freed, Order, Reply
 

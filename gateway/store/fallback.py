@@ -16,7 +16,8 @@ import anyio
 
 from gateway.core import admission
 from gateway.core.admission import COUNTERS
-from gateway.core.values import UNLIMITED, Exclusion, Load
+from gateway.core.decision import Exclusion
+from gateway.core.load import UNLIMITED, Load
 from gateway.events import about
 from gateway.ports import Slot
 from gateway.store.connections import StoreAway

@@ -6,8 +6,8 @@ from itertools import chain
 from operator import attrgetter
 
 from gateway.core.admission import COUNTERS
+from gateway.core.load import Load
 from gateway.core.value import valueclass
-from gateway.core.values import Load
 from gateway.store.connections import Connections, StoreAway, milliseconds
 from gateway.store.facts import BYTES_MAX, PeerFacts
 from gateway.store.wire import PipelinedConnections, ScriptMissing, packed, subscribed

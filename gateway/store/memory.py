@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Mapping
 from itertools import count
 
 from gateway.core import admission
+from gateway.core.decision import Exclusion
 from gateway.core.idempotency import IdempotencyClaim, KeyState
-from gateway.core.values import Exclusion, Load
+from gateway.core.load import Load
 from gateway.ports import Board, Clock, Slot
 from gateway.store.expiring_records import ExpiringRecords
 

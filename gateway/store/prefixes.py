@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from gateway.core.conversations import TOLD_MIN_TOKENS, Answered, Conversations
-from gateway.core.values import Prefixes
+from gateway.core.request import Prefixes
 
 HOLDERS_MAX = 64
 """Backends remembered per prefix. A choice: the replicas of a large pool, on all of which a shared system

@@ -34,7 +34,8 @@ from time import monotonic
 import anyio
 
 from gateway.core.admission import COUNTERS
-from gateway.core.values import Exclusion, Load
+from gateway.core.decision import Exclusion
+from gateway.core.load import Load
 from gateway.ports import Slot
 from gateway.store.accounts import Account, PendingSlot
 from gateway.store.connections import StoreAway

@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 
+from gateway.core.policy import Policy
 from gateway.core.profile import EngineFlags
+from gateway.core.request import CountMode, Endpoint
 from gateway.core.request_features import HeaderValue, RequestFeatures
 from gateway.core.usage import Ending, RequestRecord
-from gateway.core.values import CountMode, Endpoint, Policy
 
 VERSION = 1
 """Version of the form of lines. `replay` cannot read those of a newer one."""
@@ -24,7 +25,7 @@ class NewerFormat(Exception):
 
 
 class PromptLength(msgspec.Struct, frozen=True):
-    """See `core.values.Estimate`."""
+    """See `core.request.Estimate`."""
 
     tokens: int
     tokens_max: int

@@ -16,9 +16,9 @@ from queue import Empty, Full, Queue
 from threading import Event, Lock, Thread
 
 from gateway.core.errors import ConfigError
+from gateway.core.policy import Policy
 from gateway.core.profile import EngineFlags
 from gateway.core.usage import RequestRecord
-from gateway.core.values import Policy
 from gateway.events import about
 from gateway.ports import Clock, Recorder
 from gateway.telemetry import decision_lines

@@ -7,14 +7,16 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from gateway.core import admission
+from gateway.core.backends import Backend
 from gateway.core.box import State as BoxState
 from gateway.core.box_swaps import SwapCause
 from gateway.core.count_check import CountDrift
+from gateway.core.decision import Objection
 from gateway.core.drift import Drift
 from gateway.core.health import BackendStatus, State
+from gateway.core.load import Load
 from gateway.core.selection import unavailable_reason
 from gateway.core.swap_policy import Backlog
-from gateway.core.values import Backend, Load, Objection
 from gateway.pipeline import BackendSnapshot
 from gateway.pipeline.box_controller import BoxSnapshot
 

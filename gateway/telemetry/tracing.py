@@ -34,11 +34,13 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 
 from gateway import __version__
 from gateway.core import trace
+from gateway.core.backends import Backend
+from gateway.core.decision import Candidate, Ranking
 from gateway.core.health import Outcome
+from gateway.core.request import Endpoint
 from gateway.core.trace import SpanRef, Trace
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.value import valueclass
-from gateway.core.values import Backend, Candidate, Endpoint, Ranking
 from gateway.events import about
 from gateway.ports import Recorder
 from gateway.telemetry.otlp_session import session

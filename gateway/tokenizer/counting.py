@@ -5,8 +5,8 @@ from pathlib import Path
 
 from gateway.core.class_counts import CHARS_PER_TOKEN_MAX, SLICE_CHARS, slice_tokens
 from gateway.core.estimation import margin_tokens
+from gateway.core.request import CountMode
 from gateway.core.value import valueclass
-from gateway.core.values import CountMode
 from gateway.tokenizer.exact import Counted, count_exact
 from gateway.tokenizer.vocab import Vocabulary
 

@@ -17,8 +17,9 @@ from gateway.core.class_counts import TextKind, kind_of
 from gateway.core.errors import AtCapacity
 from gateway.core.estimation import Piece, Pieces, bound, margin_tokens, pieces, plain_texts
 from gateway.core.facts import Learned
+from gateway.core.policy import TemplateCosts
+from gateway.core.request import CountMode, Estimate, LongText, Prompt
 from gateway.core.value import valueclass
-from gateway.core.values import CountMode, Estimate, LongText, Prompt, TemplateCosts
 from gateway.tokenizer.counting import chars_per_token_max, count
 from gateway.tokenizer.exact import Counted, count_exact
 from gateway.tokenizer.learning import LearnedMargin, LearnedRatios

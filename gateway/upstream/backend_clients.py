@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 
 import anyio
 
+from gateway.core.backends import Backend
 from gateway.core.errors import UpstreamUnreachable
-from gateway.core.values import Backend
 from gateway.ports import UpstreamResponse
 
 

@@ -26,6 +26,7 @@ import httptools
 
 from gateway import __version__, tcp
 from gateway.cohort import Cohort
+from gateway.core.backends import Backend, Timeouts
 from gateway.core.errors import (
     OutOfResources,
     UpstreamFailed,
@@ -34,7 +35,6 @@ from gateway.core.errors import (
     UpstreamUnreachable,
 )
 from gateway.core.event_template import TOKEN_BYTES_MAX
-from gateway.core.values import Backend, Timeouts
 from gateway.ports import TakeChunk, Target, UpstreamResponse
 from gateway.upstream import backend_clients
 from gateway.upstream.backend_clients import BackendClient, BackendClients

@@ -27,6 +27,7 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
+from gateway.core.backends import Backend
 from gateway.core.errors import GatewayError, OutOfResources, UpstreamLost, UpstreamUnreachable
 from gateway.core.facts import Attempts
 from gateway.core.health import (
@@ -52,7 +53,6 @@ from gateway.core.health import (
     usable,
     verdict,
 )
-from gateway.core.values import Backend
 from gateway.ports import Clock
 from gateway.upstream import backend_clients, exposition
 from gateway.upstream.direct import DirectClient

@@ -18,9 +18,9 @@ from typing import Any
 import anyio
 
 from gateway.core import canary
+from gateway.core.backends import Backend
 from gateway.core.canary import Canary
 from gateway.core.value import valueclass
-from gateway.core.values import Backend
 from gateway.events import about
 from gateway.upstream import commands
 from gateway.upstream.commands import Command

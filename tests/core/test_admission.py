@@ -5,19 +5,11 @@ from dataclasses import replace
 import pytest
 
 from gateway.core import admission
+from gateway.core.backends import Backend, Capacity, Gates, JobRoom, KneeStep, Spill
+from gateway.core.decision import Exclusion
 from gateway.core.kv import KvFormula
+from gateway.core.load import Demand, Load
 from gateway.core.perf import PerfModel
-from gateway.core.values import (
-    Backend,
-    Capacity,
-    Demand,
-    Exclusion,
-    Gates,
-    JobRoom,
-    KneeStep,
-    Load,
-    Spill,
-)
 
 ONE_LAYER = KvFormula(sliding_layers=0, global_layers=1)  # 1 block per 32 tokens: easy to add up by hand
 CAPACITY = Capacity(

@@ -31,8 +31,8 @@ from gateway.core.box import (
     outlook,
     unowned,
 )
+from gateway.core.decision import Exclusion
 from gateway.core.swap_policy import Backlog, Cause, Plan, SwapRules, Trigger
-from gateway.core.values import Exclusion
 
 RULES = BoxRules(
     SwapRules(

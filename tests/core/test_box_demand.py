@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from gateway.core.backends import Backend, Capacity, KneeStep, Pool
 from gateway.core.box import Box, State
 from gateway.core.box_demand import stored_wants
 from gateway.core.jobs import Lane
+from gateway.core.policy import ModelPolicy, Policy, TrafficClass
 from gateway.core.swap_policy import Backlog
-from gateway.core.values import Backend, Capacity, KneeStep, ModelPolicy, Policy, Pool, TrafficClass
 
 CAPACITY = Capacity(32_768, (KneeStep(None, 4),))
 POOLS = {

@@ -10,18 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.classification import classify, mismatch, output_tokens
-from gateway.core.values import (
-    Bound,
-    Comparison,
-    CountMode,
-    Endpoint,
-    Estimate,
-    ModelPolicy,
-    Prompt,
-    Request,
-    TrafficClass,
-    When,
-)
+from gateway.core.policy import Bound, Comparison, ModelPolicy, TrafficClass, When
+from gateway.core.request import CountMode, Endpoint, Estimate, Prompt, Request
 
 REQUEST = Request(endpoint=Endpoint.CHAT, model="gemma-4", prompt=Prompt())
 MODEL = ModelPolicy(

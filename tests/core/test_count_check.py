@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from gateway.core.backends import Backend, Capacity, KneeStep
 from gateway.core.count_check import KV_SAMPLES, Cause, CountDrift, CountTracker
 from gateway.core.health import EngineSample
 from gateway.core.kv import KvFormula
-from gateway.core.values import Backend, Capacity, KneeStep, Load
+from gateway.core.load import Load
 from gateway.profiles import library
 
 KV = library.load("h100-tp1-light").capacity.kv

@@ -7,19 +7,10 @@ import pytest
 from support.engine_events import Asked
 
 from gateway.core import deciding
+from gateway.core.backends import Backend, Capacity, KneeStep, Pool
 from gateway.core.errors import ModelNotFound, UpstreamUnreachable
-from gateway.core.values import (
-    Backend,
-    Capacity,
-    Endpoint,
-    KneeStep,
-    ModelPolicy,
-    Policy,
-    Pool,
-    Prompt,
-    Request,
-    TrafficClass,
-)
+from gateway.core.policy import ModelPolicy, Policy, TrafficClass
+from gateway.core.request import Endpoint, Prompt, Request
 
 POLICY = Policy(
     models=(

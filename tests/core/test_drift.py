@@ -6,7 +6,8 @@ import pytest
 
 from gateway.core.drift import SAMPLES_MIN, WINDOW, Drift, DriftTracker
 from gateway.core.estimation import is_plain, pieces
-from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts, Turn
+from gateway.core.policy import TemplateCosts
+from gateway.core.request import CountMode, Estimate, Prompt, Turn
 
 COSTS = TemplateCosts()
 TEXT = Prompt(turns=(Turn("user", ("hi",)),))

@@ -16,7 +16,8 @@ from gateway.core.estimation import (
     plain_texts,
     texts_in,
 )
-from gateway.core.values import CountMode, Estimate, Prompt, TemplateCosts, Turn
+from gateway.core.policy import TemplateCosts
+from gateway.core.request import CountMode, Estimate, Prompt, Turn
 
 COSTS = TemplateCosts()
 RIVER = "Name a river."

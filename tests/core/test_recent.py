@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from gateway.core.decision import Decision, Ranking
+from gateway.core.load import Demand
 from gateway.core.recent import (
     FLOW_SLICES,
     SLICE_S,
@@ -15,8 +17,8 @@ from gateway.core.recent import (
     Recent,
     quantiles,
 )
+from gateway.core.request import CountMode, Estimate
 from gateway.core.usage import Ending, RequestRecord, Usage
-from gateway.core.values import CountMode, Decision, Demand, Estimate, Ranking
 
 DECISION = Decision(
     model="gemma-4",

@@ -5,19 +5,9 @@ from dataclasses import replace
 import pytest
 
 from gateway.core import classification
+from gateway.core.policy import ModelPolicy, Policy, TrafficClass, When
+from gateway.core.request import CountMode, Endpoint, Estimate, Prompt, Request, Turn
 from gateway.core.request_features import OTHER, RequestFeatures
-from gateway.core.values import (
-    CountMode,
-    Endpoint,
-    Estimate,
-    ModelPolicy,
-    Policy,
-    Prompt,
-    Request,
-    TrafficClass,
-    Turn,
-    When,
-)
 
 CLASSES = (
     TrafficClass("team", ("p",), When(headers=(("x-team", ("red", "blue")),))),

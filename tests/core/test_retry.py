@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.core.values import RetryPolicy
+from gateway.core.policy import RetryPolicy
 
 
 @pytest.mark.parametrize(

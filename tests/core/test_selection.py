@@ -9,29 +9,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.core import admission, selection
+from gateway.core.backends import Backend, Capacity, Gates, JobRoom, KneeStep, Modalities, Pool, Spill
+from gateway.core.decision import Candidate, Exclusion
 from gateway.core.health import BackendStatus, State
 from gateway.core.kv import KvFormula
+from gateway.core.load import Demand, Load
 from gateway.core.perf import PerfModel
+from gateway.core.policy import ModelPolicy, Policy, TrafficClass, Weights, When
 from gateway.core.selection import BackendView
-from gateway.core.values import (
-    Backend,
-    Candidate,
-    Capacity,
-    Demand,
-    Exclusion,
-    Gates,
-    JobRoom,
-    KneeStep,
-    Load,
-    Modalities,
-    ModelPolicy,
-    Policy,
-    Pool,
-    Spill,
-    TrafficClass,
-    Weights,
-    When,
-)
 from gateway.core.versions import bounds
 
 T = TypeVar("T")

@@ -5,9 +5,9 @@ from math import inf
 
 import pytest
 
+from gateway.core.backends import Capacity, KneeStep
 from gateway.core.perf import PerfModel
 from gateway.core.profile import EngineFlags
-from gateway.core.values import Capacity, KneeStep
 from gateway.core.virtual_fleet import Fate, Fleet, Patience
 
 FOREVER = Patience()

@@ -10,27 +10,15 @@ from typing import Any
 import pytest
 
 from gateway.core import admission, selection
+from gateway.core.backends import Backend, Capacity, Gates, JobRoom, KneeStep, Modalities, Pool
+from gateway.core.decision import Exclusion
 from gateway.core.health import BackendStatus, State
 from gateway.core.kv import KvFormula
+from gateway.core.load import Demand, Load
 from gateway.core.perf import PerfModel
+from gateway.core.policy import Policy, TrafficClass, Waiting, WhenLate
 from gateway.core.selection import BackendView
 from gateway.core.swap_policy import Backlog
-from gateway.core.values import (
-    Backend,
-    Capacity,
-    Demand,
-    Exclusion,
-    Gates,
-    JobRoom,
-    KneeStep,
-    Load,
-    Modalities,
-    Policy,
-    Pool,
-    TrafficClass,
-    Waiting,
-    WhenLate,
-)
 from gateway.core.waiting import (
     LOOKAHEAD,
     PUT_BACK_TOKENS,

@@ -9,23 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gateway.core import admission, selection
+from gateway.core.backends import Backend, Capacity, Gates, KneeStep, Pool, Spill
 from gateway.core.health import BackendStatus, State
+from gateway.core.load import Demand, Load
 from gateway.core.perf import PerfModel
+from gateway.core.policy import Policy, TrafficClass, Waiting, WhenLate
 from gateway.core.selection import BackendView
-from gateway.core.values import (
-    Backend,
-    Capacity,
-    Demand,
-    Gates,
-    KneeStep,
-    Load,
-    Policy,
-    Pool,
-    Spill,
-    TrafficClass,
-    Waiting,
-    WhenLate,
-)
 from gateway.core.waiting import Offer, Ticket, WaitingLine
 from gateway.core.waiting.fairness import Shares
 

@@ -12,8 +12,8 @@ from support.world import Incoming, World
 
 from gateway.core.errors import NOT_AGAIN, GatewayError, ResponseNotFound, StoreUnavailable, StreamBroken
 from gateway.core.jobs import Chunk, Job, JobError, JobStatus, Lane, NewJob, Queue, Refusal
+from gateway.core.policy import OnDisconnect
 from gateway.core.responses.replay import JobFacts
-from gateway.core.values import OnDisconnect
 from gateway.downstream.background import (
     LONG_AT_ONCE,
     LONG_BYTES,

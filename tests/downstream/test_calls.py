@@ -39,8 +39,8 @@ from support.world import (
 )
 
 from gateway.cohort import Cohort
+from gateway.core.policy import Waiting
 from gateway.core.usage import Ending
-from gateway.core.values import Waiting
 from gateway.downstream import guard, wire
 from gateway.downstream.guard import GuardedProtocol
 from gateway.downstream.listener import Listener

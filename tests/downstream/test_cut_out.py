@@ -10,7 +10,8 @@ import pytest
 
 from gateway.core import estimation
 from gateway.core.errors import InvalidRequest
-from gateway.core.values import Changes, Endpoint, LongText, Prompt, TemplateCosts
+from gateway.core.policy import TemplateCosts
+from gateway.core.request import Changes, Endpoint, LongText, Prompt
 from gateway.downstream import long_texts, wire
 from gateway.downstream.cut_out import ESCAPED_MAX, MARK, QUOTES_MAX, may_hold_long_texts
 from gateway.downstream.long_texts import KEPT_BYTES, LONG_BYTES, SLICE_BYTES, long_text_at

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.core.errors import InvalidRequest
-from gateway.core.values import Endpoint, Turn
+from gateway.core.request import Endpoint, Turn
 from gateway.downstream import long_texts, wire
 from gateway.downstream.long_texts import LONG_BYTES, PIECE_BYTES, SLICE_BYTES
 from gateway.downstream.reading import Received

@@ -17,7 +17,7 @@ from support.loops import on_uvloop
 from support.raw_server import STREAM_HEAD, answer_of, chunk
 from support.world import HELLO, ROLE, WHOLE, Estimates
 
-from gateway.core.values import Waiting
+from gateway.core.policy import Waiting
 from gateway.downstream.relay import BodyLimits
 
 pytestmark = pytest.mark.anyio

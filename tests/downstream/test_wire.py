@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.errors import BodyTooLarge, InvalidRequest
-from gateway.core.values import Endpoint, Prompt, Turn
+from gateway.core.request import Endpoint, Prompt, Turn
 from gateway.downstream import wire
 from gateway.downstream.long_texts import TEXT_BYTES_MAX
 from gateway.downstream.reading import Received

@@ -21,7 +21,7 @@ from gateway import settings
 from gateway.app import Gateway
 from gateway.core.box import State
 from gateway.core.health import State as Health
-from gateway.core.values import Load
+from gateway.core.load import Load
 from gateway.simulator import Boot, Box, BoxOptions, Fault, FaultOrder, simulated_box, spark_pair
 
 SPEED = 300.0

@@ -17,7 +17,7 @@ from support.raw_server import always, raw_server
 from support.site import Site, simulated, site
 
 from gateway.cli import main
-from gateway.core.values import Load
+from gateway.core.load import Load
 from gateway.ports import Slot
 
 SECRET_TEXT = "Rumpelstiltskin is my name"

@@ -21,12 +21,12 @@ from support.site import Site, simulated, site
 
 from gateway.core.box import State as BoxState
 from gateway.core.box_swaps import SwapCause
+from gateway.core.decision import Exclusion
 from gateway.core.health import Outcome, State
 from gateway.core.jobs import AttemptOutcome, Beginning, JobOutcome, JobStatus
 from gateway.core.knee_estimate import Confidence
 from gateway.core.swap_policy import Cause
 from gateway.core.usage import Ending
-from gateway.core.values import Exclusion
 from gateway.core.webhooks import WebhookOutcome
 from gateway.simulator import Fault, FaultOrder
 from gateway.store.fallback import Mode

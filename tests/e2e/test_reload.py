@@ -26,7 +26,7 @@ from support.site import Site, simulated, site
 from gateway import reload
 from gateway.clock import SystemClock
 from gateway.core.health import State
-from gateway.core.values import Policy
+from gateway.core.policy import Policy
 from gateway.reload import Reloader
 from gateway.settings import Settings, load, version_of
 from gateway.simulator import Fault, FaultOrder

@@ -9,7 +9,7 @@ import anyio
 import pytest
 from support.site import Site, simulated, site
 
-from gateway.core.values import Load
+from gateway.core.load import Load
 from gateway.simulator import simulator
 from gateway.store.embedded import temporary_folder, valkey_in
 

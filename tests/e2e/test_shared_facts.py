@@ -17,7 +17,9 @@ from support.redis_server import RedisServer, own_server
 from support.site import Site, simulated, site
 
 from gateway.core.health import State
-from gateway.core.values import Load, Prompt, TemplateCosts, Turn
+from gateway.core.load import Load
+from gateway.core.policy import TemplateCosts
+from gateway.core.request import Prompt, Turn
 from gateway.simulator import Fault, FaultOrder, Simulator, simulator
 from gateway.store.fallback import FallbackLedger, Mode
 

@@ -24,7 +24,7 @@ from gateway import app
 from gateway.cli import main
 from gateway.core.count_check import KV_SAMPLES
 from gateway.core.health import EngineSample, State, transitions
-from gateway.core.values import Load
+from gateway.core.load import Load
 from gateway.ports import Slot
 from gateway.simulator import Fault, FaultOrder
 

@@ -11,26 +11,17 @@ import pytest
 from support.boards import EmulatedBoard
 from support.redis_server import own_server
 
+from gateway.core.backends import Backend, Capacity, KneeStep, Pool
 from gateway.core.box import COMMAND_PAUSES_S, Box, BoxRules, Quarantine, State
 from gateway.core.box_report import note, written
+from gateway.core.decision import Exclusion
 from gateway.core.errors import StoreUnavailable
 from gateway.core.health import BackendStatus
 from gateway.core.health import State as Health
 from gateway.core.jobs import Lane, Queue
+from gateway.core.load import Demand, Load
+from gateway.core.policy import ModelPolicy, Policy, TrafficClass, Waiting
 from gateway.core.swap_policy import Backlog, Cause, SwapRules, Trigger
-from gateway.core.values import (
-    Backend,
-    Capacity,
-    Demand,
-    Exclusion,
-    KneeStep,
-    Load,
-    ModelPolicy,
-    Policy,
-    Pool,
-    TrafficClass,
-    Waiting,
-)
 from gateway.core.waiting import Refused, Ticket, WaitingLine
 from gateway.pipeline import box_controller
 from gateway.pipeline.box_controller import READY_S, STORE_LOST_S, BoxController, BoxSnapshot

@@ -7,9 +7,12 @@ import pytest
 from support.world import DONE, HELLO, POLICY, ROLE, STOP, WHOLE, Caller, Script, World
 
 from gateway.clock import SystemClock
+from gateway.core.backends import Gates, Pool
 from gateway.core.errors import AtCapacity, UpstreamFailed
+from gateway.core.load import Load
 from gateway.core.perf import PerfModel
-from gateway.core.values import Endpoint, Gates, Load, Pool, Prompt, Request, Waiting, Weights
+from gateway.core.policy import Waiting, Weights
+from gateway.core.request import Endpoint, Prompt, Request
 from gateway.pipeline.first_tokens import OVERHEAD_S, FirstTokens
 from gateway.ports import Slot
 from gateway.store.memory import MemoryLedger

@@ -8,10 +8,11 @@ import anyio
 import pytest
 from support.world import CRASH, DONE, HELLO, POLICY, ROLE, STOP, Caller, Script, World
 
+from gateway.core.backends import Timeouts
 from gateway.core.errors import NoBackend
 from gateway.core.health import Outcome, State
+from gateway.core.policy import Policy, Waiting
 from gateway.core.usage import Ending
-from gateway.core.values import Policy, Timeouts, Waiting
 from gateway.pipeline import CallerStalled
 from gateway.ports import Arrival
 

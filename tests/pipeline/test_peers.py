@@ -9,12 +9,16 @@ import pytest
 from support.world import POLICY, StillClock
 
 from gateway.core.admission import WHOLE
+from gateway.core.backends import Gates
 from gateway.core.conversations import HASHING, TOLD_MIN_TOKENS, Conversations
+from gateway.core.decision import Candidate
 from gateway.core.facts import Attempts, Facts, Learned
 from gateway.core.health import BackendStatus, HealthRules, Outcome, ProbeOk, State, Verdict
+from gateway.core.load import Demand, Load
 from gateway.core.perf import PerfModel
+from gateway.core.policy import TemplateCosts
+from gateway.core.request import CountMode, Prompt, Turn
 from gateway.core.selection import BackendView
-from gateway.core.values import Candidate, CountMode, Demand, Gates, Load, Prompt, TemplateCosts, Turn
 from gateway.core.waiting import Ticket, WaitingLine
 from gateway.pipeline import BackendWatch, Peers
 from gateway.store.facts import decode, encode

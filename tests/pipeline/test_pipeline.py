@@ -30,7 +30,9 @@ from support.world import (
 
 from gateway.core import admission
 from gateway.core.answers import MESSAGE_CHARS_MAX
+from gateway.core.backends import Backend, Capacity, KneeStep, Modalities, Pool, Timeouts
 from gateway.core.blame import PAUSE_S, REPEATED_S
+from gateway.core.decision import Exclusion
 from gateway.core.errors import (
     BackendRejected,
     ChoicesMissing,
@@ -47,29 +49,10 @@ from gateway.core.errors import (
     UpstreamUnreachable,
 )
 from gateway.core.health import PROBATION_SEQS, BackendStatus, Outcome, State
+from gateway.core.load import Demand, Load
+from gateway.core.policy import Bound, Comparison, OnDisconnect, Policy, RetryPolicy, TrafficClass, When
+from gateway.core.request import Endpoint, Prompt, Request, Turn
 from gateway.core.usage import Ending, Usage
-from gateway.core.values import (
-    Backend,
-    Bound,
-    Capacity,
-    Comparison,
-    Demand,
-    Endpoint,
-    Exclusion,
-    KneeStep,
-    Load,
-    Modalities,
-    OnDisconnect,
-    Policy,
-    Pool,
-    Prompt,
-    Request,
-    RetryPolicy,
-    Timeouts,
-    TrafficClass,
-    Turn,
-    When,
-)
 from gateway.pipeline import CallerStalled, failures
 from gateway.ports import Arrival, Slot, StreamTransform, UpstreamResponse
 

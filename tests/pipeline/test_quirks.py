@@ -22,10 +22,11 @@ from support.world import (
     event,
 )
 
+from gateway.core.backends import Timeouts
 from gateway.core.errors import AnswerUnfit, UpstreamFailed, UpstreamTimeout, UpstreamUnreachable
 from gateway.core.health import BackendStatus, Outcome, State
+from gateway.core.load import Load
 from gateway.core.usage import Ending, Usage
-from gateway.core.values import Load, Timeouts
 
 
 @pytest.fixture(autouse=True)

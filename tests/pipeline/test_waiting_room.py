@@ -10,9 +10,11 @@ import anyio
 import pytest
 from support.world import DONE, HELLO, POLICY, ROLE, STOP, Caller, Script, World
 
+from gateway.core.decision import Exclusion
 from gateway.core.errors import AtCapacity, Draining
+from gateway.core.load import Load
+from gateway.core.policy import TrafficClass, Waiting, WhenLate
 from gateway.core.usage import Ending
-from gateway.core.values import Exclusion, Load, TrafficClass, Waiting, WhenLate
 from gateway.core.waiting import MISS_PAUSE_S
 from gateway.pipeline.waiting_room import REDECIDED_TOGETHER
 from gateway.ports import Arrival, Slot

@@ -8,10 +8,12 @@ import pytest
 from support.world import DONE, HELLO, POLICY, ROLE, STOP, WHOLE, Caller, Script, World
 
 from gateway.core import admission
+from gateway.core.backends import JobRoom, Spill
 from gateway.core.health import Outcome
 from gateway.core.knee_estimate import Uncertainty
+from gateway.core.load import Demand, Load
+from gateway.core.policy import Policy
 from gateway.core.tpot_control import DECIDE_S, WINDOW_S, Move
-from gateway.core.values import Demand, JobRoom, Load, Policy, Spill
 from gateway.core.waiting import Ticket
 from gateway.pipeline.watch import JUDGED_S
 from gateway.ports import Slot, StreamTransform, UpstreamResponse

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from gateway import profiles
+from gateway.core.backends import KneeStep
 from gateway.core.kv import KvFormula
 from gateway.core.profile import Basis, Profile, Provenance
-from gateway.core.values import KneeStep
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEN = (

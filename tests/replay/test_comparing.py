@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from support.decisions import SITE, Configure, Logged, classes, everywhere, line, moves
 
+from gateway.core.request import CountMode
 from gateway.core.usage import Ending
-from gateway.core.values import CountMode
 from gateway.replay.candidate_policy import CandidatePolicy
 from gateway.replay.comparing import compare
 from gateway.replay.figures import ALL, quantile

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.core.values import Bound, Comparison
+from gateway.core.policy import Bound, Comparison
 from gateway.settings.conditions import bounds, count_bounds, header_values
 
 GE, GT, LE, LT, EQ = Comparison.GE, Comparison.GT, Comparison.LE, Comparison.LT, Comparison.EQ

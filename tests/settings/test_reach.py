@@ -7,18 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.core.classification import mismatch
-from gateway.core.values import (
-    Bound,
-    Comparison,
-    CountMode,
-    Endpoint,
-    Estimate,
-    ModelPolicy,
-    Prompt,
-    Request,
-    TrafficClass,
-    When,
-)
+from gateway.core.policy import Bound, Comparison, ModelPolicy, TrafficClass, When
+from gateway.core.request import CountMode, Endpoint, Estimate, Prompt, Request
 from gateway.settings import reach as reaching
 from gateway.settings.reach import Interval, Reach
 

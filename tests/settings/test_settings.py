@@ -12,25 +12,12 @@ import pytest
 from support.certificates import self_signed
 
 from gateway import profiles
+from gateway.core.backends import Gates, JobRoom, KneeStep, Modalities, Pool, Timeouts
 from gateway.core.classification import classify
 from gateway.core.errors import ConfigError
+from gateway.core.policy import Bound, Comparison, When
 from gateway.core.profile import Basis
-from gateway.core.values import (
-    Bound,
-    Comparison,
-    CountMode,
-    Endpoint,
-    Estimate,
-    Gates,
-    JobRoom,
-    KneeStep,
-    Modalities,
-    Pool,
-    Prompt,
-    Request,
-    Timeouts,
-    When,
-)
+from gateway.core.request import CountMode, Endpoint, Estimate, Prompt, Request
 from gateway.settings import Address, CheckReport, Settings, check, load
 
 Load = Callable[..., Settings]

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from support import clients
 
+from gateway.core.backends import Modalities
 from gateway.core.profile import Profile
-from gateway.core.values import Modalities
 from gateway.profiles import load
 from gateway.simulator import Simulator, SimulatorOptions, simulator
 

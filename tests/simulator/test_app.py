@@ -14,7 +14,7 @@ import pytest
 from support import clients
 from support.engine_wire import WEATHER, post
 
-from gateway.core.values import Modalities
+from gateway.core.backends import Modalities
 from gateway.simulator import Simulator, SimulatorOptions, running, simulator
 from gateway.simulator.tally import Sequences
 

@@ -10,7 +10,7 @@ import pytest
 from support import clients
 from support.engine_wire import IMAGE, WEATHER, masked, post
 
-from gateway.core.values import Modalities
+from gateway.core.backends import Modalities
 from gateway.simulator import Quirk, SimulatorOptions, simulator
 
 Chat = Callable[..., dict[str, Any]]

@@ -12,7 +12,7 @@ from support.job_world import JobWorld
 from support.redis_server import RedisServer, any_server, legs, own_server
 
 from gateway.core.admission import COUNTERS
-from gateway.core.values import Load
+from gateway.core.load import Load
 from gateway.store.redis import RedisLedger
 
 

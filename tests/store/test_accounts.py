@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.core.admission import COUNTERS
-from gateway.core.values import UNLIMITED, Load
+from gateway.core.load import UNLIMITED, Load
 from gateway.store.accounts import PEAK_TICKS, Account, PendingSlot
 from gateway.store.leases import Freed, Order, Reply
 

@@ -14,7 +14,7 @@ from support.webhook_store import Announcing
 
 from gateway.core.idempotency import IdempotencyClaim, KeyState, fingerprint
 from gateway.core.jobs import Job, JobStatus, Queue, Serving
-from gateway.core.values import UNLIMITED, Load
+from gateway.core.load import UNLIMITED, Load
 from gateway.core.webhooks import Delivery, WebhookEndpoint
 from gateway.downstream.job_admin import job_handlers
 from gateway.ports import Board

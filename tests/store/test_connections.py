@@ -19,7 +19,7 @@ from support.kernel import vanish
 from support.redis_server import failover, legs, own_server
 
 from gateway.core.errors import ConfigError
-from gateway.core.values import Load
+from gateway.core.load import Load
 from gateway.store.connections import Connections, StoreAway
 from gateway.store.redis import RedisLedger
 from gateway.store.wire import subscribed

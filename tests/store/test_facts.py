@@ -14,7 +14,7 @@ from gateway.core.class_counts import TextKind
 from gateway.core.conversations import Conversations
 from gateway.core.facts import STARTED_MAX, Attempts, Facts, Learned, Ratio
 from gateway.core.health import State, Verdict
-from gateway.core.values import Load
+from gateway.core.load import Load
 from gateway.ports import Slot
 from gateway.store.facts import BYTES_MAX, REASON_CHARS_MAX, Exchange, PeerFacts, decode, encode
 from gateway.store.redis import RedisLedger

@@ -14,8 +14,9 @@ from anyio.abc import SocketStream
 from redis.asyncio import Redis
 from support.redis_server import RedisServer, failover
 
+from gateway.core.decision import Exclusion
 from gateway.core.facts import Facts
-from gateway.core.values import UNLIMITED, Exclusion, Load
+from gateway.core.load import UNLIMITED, Load
 from gateway.ports import Slot
 from gateway.store.connections import StoreAway
 from gateway.store.fallback import FallbackLedger, Mode, divided

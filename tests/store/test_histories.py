@@ -24,7 +24,8 @@ from support.redis_server import legs
 
 from gateway.core import admission
 from gateway.core.admission import COUNTERS
-from gateway.core.values import UNLIMITED, Exclusion, Load
+from gateway.core.decision import Exclusion
+from gateway.core.load import UNLIMITED, Load
 from gateway.ports import Slot
 from gateway.store.redis import RedisLedger
 

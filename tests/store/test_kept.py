@@ -12,7 +12,8 @@ from redis.asyncio import Redis
 from support.redis_server import RedisServer
 
 from gateway.core.admission import COUNTERS
-from gateway.core.values import UNLIMITED, Exclusion, Load
+from gateway.core.decision import Exclusion
+from gateway.core.load import UNLIMITED, Load
 from gateway.ports import Slot
 from gateway.store.redis import PLACED_MAX, RedisLedger
 

@@ -10,7 +10,8 @@ import pytest
 from support.redis_server import legs
 
 from gateway import ports
-from gateway.core.values import UNLIMITED, Exclusion, Load
+from gateway.core.decision import Exclusion
+from gateway.core.load import UNLIMITED, Load
 from gateway.ports import Slot
 from gateway.store.fallback import FallbackLedger, Mode
 from gateway.store.memory import MemoryLedger, OnFreed

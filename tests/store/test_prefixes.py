@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.core.values import Prefixes
+from gateway.core.request import Prefixes
 from gateway.store.prefixes import HOLDERS_MAX, MemoryPrefixIndex
 
 SYSTEM, FIRST, SECOND, THIRD, FOURTH = (1, 0.5), (2, 0.6), (3, 0.7), (4, 0.9), (5, 1.0)

@@ -14,7 +14,8 @@ import anyio.lowlevel
 import pytest
 from redis.exceptions import RedisError
 
-from gateway.core.values import UNLIMITED, Exclusion, Load
+from gateway.core.decision import Exclusion
+from gateway.core.load import UNLIMITED, Load
 from gateway.ports import Slot
 from gateway.store.connections import StoreAway
 from gateway.store.leases import Leases, Order
@@ -423,7 +424,7 @@ async def test_what_a_dead_gateway_held_is_free_again_and_waiters_are_told(
 
 CHILD = """
 import sys, anyio
-from gateway.core.values import Load
+from gateway.core.load import Load
 from gateway.store.redis import RedisLedger
 
 async def main(url, prefix):

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from support.processes import reserved_port
 from support.redis_server import RedisServer, binary
 
-from gateway.core.values import UNLIMITED, Load
+from gateway.core.load import UNLIMITED, Load
 from gateway.ports import Slot
 from gateway.store.connections import Connections, StoreAway
 from gateway.store.redis import RedisLedger

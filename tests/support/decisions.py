@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from gateway.core.request import CountMode
 from gateway.core.usage import Ending
-from gateway.core.values import CountMode
 from gateway.replay.candidate_policy import CandidatePolicy
 from gateway.replay.comparing import Report
 from gateway.replay.reading import Log

@@ -7,10 +7,11 @@ from typing import Any
 
 from gateway.core import quirks
 from gateway.core.naming import ModelNames
+from gateway.core.policy import ReasoningField
 from gateway.core.quirks import MendingReader
 from gateway.core.quirks.plan import Plan
 from gateway.core.quirks.remedy import Remedy
-from gateway.core.values import Endpoint, Prompt, ReasoningField, Request
+from gateway.core.request import Endpoint, Prompt, Request
 
 HEAD = {
     "id": "chatcmpl-8ede7bfd509e8145",

@@ -16,10 +16,11 @@ from anyio.abc import SocketStream
 
 from gateway.clock import SystemClock
 from gateway.cohort import Cohort
+from gateway.core.backends import Backend, Pool
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.health import BackendStatus, State
-from gateway.core.values import Backend, ModelPolicy, Policy, Pool, TrafficClass, Waiting
+from gateway.core.policy import ModelPolicy, Policy, TrafficClass, Waiting
 from gateway.core.waiting import WaitingLine
 from gateway.downstream.idempotency import IdempotencyRules
 from gateway.downstream.keys import KeyRing

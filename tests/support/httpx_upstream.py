@@ -15,6 +15,7 @@ import anyio
 import httpx
 
 from gateway import __version__
+from gateway.core.backends import Timeouts
 from gateway.core.errors import (
     OutOfResources,
     UpstreamFailed,
@@ -22,7 +23,6 @@ from gateway.core.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from gateway.core.values import Timeouts
 from gateway.ports import TakeChunk, Target, UpstreamResponse
 from gateway.tcp import KEEPALIVE
 from gateway.upstream import backend_clients

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from gateway import profiles, settings
 from gateway.app import Gateway
 from gateway.core.health import State
-from gateway.core.values import Load
+from gateway.core.load import Load
 from gateway.simulator import FaultOrder, Simulator, SimulatorOptions, simulator
 from support import clients
 from support.redis_server import RedisServer

@@ -9,34 +9,15 @@ from typing import Any
 import anyio
 
 from gateway.cohort import Cohort
+from gateway.core.backends import Backend, Capacity, KneeStep, Pool, Timeouts
 from gateway.core.count_check import CountTracker
+from gateway.core.decision import Objection
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import GatewayError
 from gateway.core.health import BackendStatus, Outcome, State
+from gateway.core.policy import Bound, Comparison, ModelPolicy, Policy, TemplateCosts, TrafficClass, When
+from gateway.core.request import NO_CHANGES, Changes, CountMode, Endpoint, Estimate, Prompt, Request, Turn
 from gateway.core.usage import AttemptRecord, RequestRecord
-from gateway.core.values import (
-    NO_CHANGES,
-    Backend,
-    Bound,
-    Capacity,
-    Changes,
-    Comparison,
-    CountMode,
-    Endpoint,
-    Estimate,
-    KneeStep,
-    ModelPolicy,
-    Objection,
-    Policy,
-    Pool,
-    Prompt,
-    Request,
-    TemplateCosts,
-    Timeouts,
-    TrafficClass,
-    Turn,
-    When,
-)
 from gateway.core.waiting import WaitingLine
 from gateway.pipeline import BackendWatch, Pipeline
 from gateway.ports import Arrival, Downstream, Headers, TakeChunk, Target

@@ -17,28 +17,16 @@ import pytest
 from support.world import StillClock
 
 from gateway.clock import SystemClock
+from gateway.core.backends import Backend, Capacity, KneeStep, Pool
+from gateway.core.decision import Candidate, Decision, Exclusion, Ranking
 from gateway.core.errors import ConfigError
 from gateway.core.health import Outcome
+from gateway.core.load import Demand
+from gateway.core.policy import ModelPolicy, Policy, TrafficClass
 from gateway.core.profile import EngineFlags
+from gateway.core.request import CountMode, Endpoint, Estimate
 from gateway.core.request_features import RequestFeatures
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
-from gateway.core.values import (
-    Backend,
-    Candidate,
-    Capacity,
-    CountMode,
-    Decision,
-    Demand,
-    Endpoint,
-    Estimate,
-    Exclusion,
-    KneeStep,
-    ModelPolicy,
-    Policy,
-    Pool,
-    Ranking,
-    TrafficClass,
-)
 from gateway.replay import reading
 from gateway.telemetry import decision_lines, decision_log
 from gateway.telemetry.decision_lines import PolicyLine, RequestLine

@@ -15,10 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.clock import SystemClock
+from gateway.core.backends import Backend, Capacity, KneeStep
 from gateway.core.box import Box, Quarantine
 from gateway.core.box import State as BoxState
 from gateway.core.box_swaps import Swap, SwapCause
 from gateway.core.count_check import CountDrift
+from gateway.core.decision import Candidate, Decision, Exclusion, Ranking
 from gateway.core.drift import Drift
 from gateway.core.health import BackendStatus, EngineSample, Outcome, ProbeFault, State
 from gateway.core.jobs import (
@@ -31,22 +33,11 @@ from gateway.core.jobs import (
     NewJob,
 )
 from gateway.core.knee_estimate import Confidence, KneeEstimate, LimitedBy, Uncertainty
+from gateway.core.load import Demand, Load
+from gateway.core.request import CountMode, Estimate
 from gateway.core.swap_policy import Backlog, Cause, Plan
 from gateway.core.tpot_control import TpotControl
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
-from gateway.core.values import (
-    Backend,
-    Candidate,
-    Capacity,
-    CountMode,
-    Decision,
-    Demand,
-    Estimate,
-    Exclusion,
-    KneeStep,
-    Load,
-    Ranking,
-)
 from gateway.core.webhooks import Delivery, WebhookAttempt, WebhookOutcome, failed, judge
 from gateway.pipeline import BackendSnapshot
 from gateway.pipeline.box_controller import BoxSnapshot

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.core.values import Candidate, Exclusion, Ranking
+from gateway.core.decision import Candidate, Exclusion, Ranking
 from gateway.telemetry.tracing import WHOLE_MAX, considered
 
 FIRST = Candidate("light-0", "light", score=0.5)

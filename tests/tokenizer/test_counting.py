@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.core.class_counts import SLICE_CHARS, class_count_tokens
 from gateway.core.estimation import margin_tokens
-from gateway.core.values import CountMode
+from gateway.core.request import CountMode
 from gateway.tokenizer import Vocabulary, count_text, counting, measure
 from gateway.tokenizer.counting import chars_per_token_max, count_approximate
 from gateway.tokenizer.exact import count_exact

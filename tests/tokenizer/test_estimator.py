@@ -17,7 +17,8 @@ from gateway.core.class_counts import TextKind, class_count_tokens
 from gateway.core.errors import AtCapacity, ConfigError
 from gateway.core.estimation import margin_tokens
 from gateway.core.facts import Learned
-from gateway.core.values import CountMode, Estimate, LongText, Prompt, TemplateCosts, Turn
+from gateway.core.policy import TemplateCosts
+from gateway.core.request import CountMode, Estimate, LongText, Prompt, Turn
 from gateway.ports import Estimator
 from gateway.tokenizer import PromptEstimator, Vocabulary, open_estimator
 from gateway.tokenizer.estimator import (

@@ -16,7 +16,7 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.core.values import CountMode
+from gateway.core.request import CountMode
 from gateway.tokenizer import Vocabulary, count_text, exact
 from gateway.tokenizer.exact import PIECE_CHARS, Counted, count_exact, pieces
 

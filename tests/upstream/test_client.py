@@ -43,6 +43,7 @@ from support.raw_server import (
     tls_server,
 )
 
+from gateway.core.backends import Backend, Capacity, KneeStep, Timeouts
 from gateway.core.errors import (
     OutOfResources,
     UpstreamError,
@@ -52,7 +53,7 @@ from gateway.core.errors import (
     UpstreamUnreachable,
 )
 from gateway.core.event_template import TOKEN_BYTES_MAX
-from gateway.core.values import Backend, Capacity, Endpoint, KneeStep, Timeouts
+from gateway.core.request import Endpoint
 from gateway.ports import Target, Upstream, UpstreamResponse
 from gateway.settings import BackendTls
 from gateway.tcp import SILENT_S

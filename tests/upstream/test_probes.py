@@ -12,9 +12,9 @@ import anyio
 import pytest
 from support.certificates import self_signed
 
+from gateway.core.backends import Backend, Capacity, KneeStep
 from gateway.core.facts import Attempts
 from gateway.core.health import BackendStatus, EngineSample, HealthRules, Outcome, PeerVerdict, State, Verdict
-from gateway.core.values import Backend, Capacity, KneeStep
 from gateway.ports import Clock, Fleet
 from gateway.upstream import backend_clients, probes
 from gateway.upstream.probes import Prober, spread

@@ -14,8 +14,8 @@ from anyio.abc import SocketStream
 from support.certificates import self_signed
 from support.raw_server import RawServer, raw_server
 
+from gateway.core.backends import Backend, Capacity, KneeStep
 from gateway.core.canary import Canary
-from gateway.core.values import Backend, Capacity, KneeStep
 from gateway.upstream import switches
 from gateway.upstream.commands import Command
 from gateway.upstream.switches import BoxSwitch, ByCommand, ByRequest, BySleep, Call, Member, note_launch

@@ -5,8 +5,8 @@ from dataclasses import field
 from typing import Any, Protocol
 
 from gateway.core.quirks.remedy import Remedy
+from gateway.core.request import Endpoint, Request
 from gateway.core.value import valueclass
-from gateway.core.values import Endpoint, Request
 
 
 class RemedyRequest(Protocol):

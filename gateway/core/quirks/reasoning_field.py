@@ -5,9 +5,9 @@ This is not a bug but a renamed member: clients that look for the other name see
 
 from typing import Any
 
+from gateway.core.policy import ReasoningField
 from gateway.core.quirks.plan import Plan
 from gateway.core.quirks.remedy import Remedy
-from gateway.core.values import ReasoningField
 
 _NAMES = (ReasoningField.REASONING.value, ReasoningField.REASONING_CONTENT.value)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
+from gateway.core.policy import ReasoningField
 from gateway.core.quirks import (
     channels,
     context_buckets,
@@ -15,7 +16,6 @@ from gateway.core.quirks import (
 )
 from gateway.core.quirks.plan import Plan, RemedyRequest, Workaround
 from gateway.core.quirks.reasoning_field import rename
-from gateway.core.values import ReasoningField
 
 WORKAROUNDS: Mapping[str, Workaround] = {
     # First, because it decides whether the backend is asked for a stream.

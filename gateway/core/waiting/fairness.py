@@ -15,8 +15,9 @@ from itertools import islice
 from math import inf, nextafter
 from typing import TypeVar
 
+from gateway.core.decision import Candidate
+from gateway.core.policy import Policy
 from gateway.core.selection import BackendView
-from gateway.core.values import Candidate, Policy
 from gateway.core.waiting.drain import Drain
 from gateway.core.waiting.tickets import Ticket
 

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from gateway.core import health, selection
+from gateway.core.decision import Candidate
 from gateway.core.selection import BackendView
-from gateway.core.values import Candidate
 from gateway.core.waiting.drain import Drain
 from gateway.core.waiting.fairness import Entry, Home, Lane, Shares
 from gateway.core.waiting.prefills import Prefills, level

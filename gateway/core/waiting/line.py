@@ -8,11 +8,13 @@ from math import inf
 from types import MappingProxyType
 
 from gateway.core import health, selection
+from gateway.core.decision import Candidate
 from gateway.core.facts import Flow, StartedTokens, summed
+from gateway.core.load import Load
+from gateway.core.policy import WhenLate
 from gateway.core.selection import BackendView
 from gateway.core.swap_policy import Backlog
 from gateway.core.value import valueclass
-from gateway.core.values import Candidate, Load, WhenLate
 from gateway.core.waiting.fairness import LOOKAHEAD, Entry, Home, Lane, Rank, Shares, merged
 from gateway.core.waiting.forecast import Forecasts
 from gateway.core.waiting.room import Room, asks_no_less

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gateway.core.values import Load
+from gateway.core.load import Load
 from gateway.core.waiting.drain import Drain
 
 LEFT_MIN = 0.1

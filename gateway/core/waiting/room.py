@@ -7,10 +7,10 @@ from dataclasses import replace
 from math import inf
 
 from gateway.core import admission, selection
+from gateway.core.decision import Candidate, Exclusion
 from gateway.core.health import State
 from gateway.core.selection import BackendView
 from gateway.core.value import valueclass
-from gateway.core.values import Candidate, Exclusion
 from gateway.core.waiting.fairness import LOOKAHEAD, Entry
 from gateway.core.waiting.tickets import Ticket
 

@@ -6,8 +6,11 @@ from enum import StrEnum
 from math import inf
 
 from gateway.core import admission, selection
+from gateway.core.backends import Pool
+from gateway.core.decision import Candidate
+from gateway.core.load import UNLIMITED, Demand
+from gateway.core.policy import Policy, TrafficClass, Waiting
 from gateway.core.value import valueclass
-from gateway.core.values import UNLIMITED, Candidate, Demand, Policy, Pool, TrafficClass, Waiting
 
 
 class Reason(StrEnum):

@@ -1,14 +1,14 @@
 """The servers and what joins them: `tokenizer`, `backends`, `pools`, `timeouts`, `health`.
 
-The sources of defaults are in `core.values` and `core.health.HealthRules`.
+The sources of defaults are in `core.backends` and `core.health.HealthRules`.
 """
 
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
+from gateway.core.backends import Gates, Spill, Timeouts
 from gateway.core.health import HealthRules
-from gateway.core.values import Gates, Spill, Timeouts
 from gateway.settings.addresses import BaseUrl
 from gateway.settings.fields import (
     Count,

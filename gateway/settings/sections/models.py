@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from gateway.core.values import RetryPolicy, TemplateCosts, TrafficClass, Waiting, Weights
+from gateway.core.policy import RetryPolicy, TemplateCosts, TrafficClass, Waiting, Weights
 from gateway.settings.fields import (
     Attempts,
     Comparisons,

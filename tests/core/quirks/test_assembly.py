@@ -24,7 +24,7 @@ from gateway.core.naming import ModelNames
 from gateway.core.quirks import AssemblingReader
 from gateway.core.quirks.plan import Plan
 from gateway.core.quirks.turn_marker import MARKER
-from gateway.core.values import Changes, Endpoint
+from gateway.core.request import Changes, Endpoint
 
 
 def assembled(wire: bytes, *, choices: int = 1) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from support.engine_events import DONE, Asked, at_every_cut, decoded, delta, pla
 from gateway.core.quirks import mend_whole
 from gateway.core.quirks.channels import Channels
 from gateway.core.quirks.turn_marker import TurnMarker
-from gateway.core.values import Changes, Endpoint, Prompt, Request
+from gateway.core.request import Changes, Endpoint, Prompt, Request
 
 EMPTY = "<|channel>thought\n<channel|>"
 THOUGHT = "<|channel>thought\nThe <b> caf\u00e9\n<channel|>Loire"

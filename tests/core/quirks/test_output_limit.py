@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from support.engine_events import plan_for
 
-from gateway.core.values import Endpoint
+from gateway.core.request import Endpoint
 
 
 @pytest.mark.parametrize(

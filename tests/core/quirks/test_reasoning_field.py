@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from support.engine_events import DONE, at_every_cut, decoded, delta, plan_for, role, through, usage
 
+from gateway.core.policy import ReasoningField
 from gateway.core.quirks import mend_whole
 from gateway.core.quirks.reasoning_field import RenameReasoning
-from gateway.core.values import Endpoint, ReasoningField
+from gateway.core.request import Endpoint
 
 OLD, NEW = {"reasoning_content": "hm"}, {"reasoning": "hm"}
 BOTH = OLD | NEW

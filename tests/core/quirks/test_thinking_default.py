@@ -6,7 +6,7 @@ import pytest
 from support.engine_events import plan_for
 
 from gateway.core.quirks.plan import Plan
-from gateway.core.values import Endpoint
+from gateway.core.request import Endpoint
 
 SWITCH = ("chat_template_kwargs", "enable_thinking")
 

@@ -18,7 +18,7 @@ from support.engine_events import (
 from gateway.core.answers import UnfitAnswer
 from gateway.core.quirks import mend_whole
 from gateway.core.quirks.tool_arguments import ToolArguments
-from gateway.core.values import Endpoint
+from gateway.core.request import Endpoint
 
 LAST = delta(finish="tool_calls", stop=50)
 TODO = json.dumps({"todo": 'say "\u00e9\U0001f30a" <b>&amp;</b>\n'}, ensure_ascii=False)

@@ -20,7 +20,7 @@ from support.engine_events import (
 from gateway.core.answers import UnfitAnswer
 from gateway.core.quirks import MendingReader, mend_whole
 from gateway.core.quirks.tool_choice import ForcedCall
-from gateway.core.values import Endpoint
+from gateway.core.request import Endpoint
 
 TEXT = delta(content="I will look ") + delta(content="it up.")
 THOUGHT = delta(reasoning="\nThe") + delta(reasoning=" person")

@@ -19,7 +19,7 @@ from support.engine_events import (
 from gateway.core.quirks import MendingReader
 from gateway.core.quirks.channels import Channels
 from gateway.core.quirks.turn_marker import MARKER, TurnMarker
-from gateway.core.values import Endpoint
+from gateway.core.request import Endpoint
 
 MARKS = "<turn|>"
 ENDS = {
