@@ -15,6 +15,9 @@ from gateway.downstream import wire
 from gateway.downstream.long_texts import TEXT_BYTES_MAX
 from gateway.downstream.reading import Received
 from gateway.downstream.wire import WireRequest, WireRules
+from gateway.downstream.wire.chat_decoding import CHAT
+from gateway.downstream.wire.chat_prompt import SOFT_TOKENS_MAX
+from gateway.downstream.wire.parsing import ordinary_request
 from gateway.ports import Arrival
 
 RULES = WireRules(choices_max=4, drop_fields=frozenset({"priority", "chat_template"}))
@@ -26,7 +29,7 @@ def read(endpoint: Endpoint, raw: bytes, rules: WireRules) -> WireRequest:
 
 
 def received(raw: bytes) -> Received:
-    return Received(Arrival("req-1", 0.0, 0.0), raw, None, {}, ())
+    return Received(Arrival("req-1", 0.0, 0.0), raw, "alice", {"x-team": "search"}, ())
 
 
 def body(**fields: Any) -> bytes:
@@ -142,7 +145,7 @@ def test_a_requests_own_image_budget_is_honoured() -> None:
 
 @pytest.mark.parametrize(
     ("written", "counted"),
-    [(0, None), (-1, None), (True, None), ("280", None), (1120.0, None), (10**400, wire.SOFT_TOKENS_MAX)],
+    [(0, None), (-1, None), (True, None), ("280", None), (1120.0, None), (10**400, SOFT_TOKENS_MAX)],
 )
 def test_an_image_budget_that_is_none_or_beyond_every_window(written: object, counted: int | None) -> None:
     incoming = chat(mm_processor_kwargs={"max_soft_tokens": written})
@@ -762,16 +765,42 @@ def test_true_is_no_image_budget() -> None:
 # ---------------------------------------------------------------- at once, or member by member
 
 
+def member_by_member(raw: bytes) -> WireRequest:
+    members = wire.members_of(raw)
+    return wire.read_members(Endpoint.CHAT, members, received(raw), RULES, size_bytes=len(raw), seen=None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_ordinary"),
+    [
+        pytest.param({}, True, id="plain"),
+        pytest.param({"stream": True}, True, id="stream"),
+        pytest.param({"max_tokens": 7}, True, id="most"),
+        pytest.param({"max_tokens": 7, "max_completion_tokens": 9}, True, id="most-of-two"),
+        pytest.param({"messages": [*message("a"), *message("much more"), *message("a")]}, True, id="turns"),
+        pytest.param({"messages": message("")}, True, id="no-text"),
+        pytest.param({"top_k": 3, "response_format": {"type": "text"}}, True, id="what-is-not-read"),
+        pytest.param({"n": 1}, False, id="choices"),
+        pytest.param({"messages": message(["a"])}, False, id="parts"),
+        pytest.param({"messages": message("a", tool_calls=[])}, False, id="calls"),
+        pytest.param({"stream_options": None}, False, id="options"),
+        pytest.param({"priority": 1}, False, id="dropped"),
+    ],
+)
+def test_an_ordinary_chat_takes_a_shorter_way_to_the_same_request(
+    fields: dict[str, Any], is_ordinary: bool
+) -> None:
+    raw = body(**fields)
+
+    found = ordinary_request(wire.members_of(raw), CHAT.decode(raw), received(raw), RULES)
+
+    assert found == (member_by_member(raw).request if is_ordinary else None)
+
+
 def outcome(raw: bytes, *, at_once: bool) -> object:
     """Return what is made of a body, read at once where it can be or member by member, or why nothing is."""
     try:
-        if at_once:
-            found = read(Endpoint.CHAT, raw, RULES)
-        else:
-            members = wire.members_of(raw)
-            found = wire.read_members(
-                Endpoint.CHAT, members, received(raw), RULES, size_bytes=len(raw), seen=None
-            )
+        found = read(Endpoint.CHAT, raw, RULES) if at_once else member_by_member(raw)
     except InvalidRequest as error:
         return error.message, error.code, error.param
     return found.request, found.dropped, found.usage_injected, found.body_for("s")

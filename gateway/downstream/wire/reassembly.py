@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from gateway.core.value import valueclass
-from gateway.downstream.chat_shapes import INSPECTED_ROLES, Message
 from gateway.downstream.cut_out import number_of
 from gateway.downstream.long_texts import beginning_of, long_text_at, whole_text
+from gateway.downstream.wire.chat_decoding import INSPECTED_ROLES, Message
 
 _TEXT: Final = "text"
 _SOURCES = ("image_url", "audio_url", "input_audio")
