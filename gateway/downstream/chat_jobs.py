@@ -59,6 +59,7 @@ class ChatJobs:
     ) -> None:
         """Submit jobs to `background`, and pass everything else to `pipeline`."""
         self._background = background
+        self._jobs = background.jobs
         self._pipeline = pipeline
         self._keys = keys
         self._clock = clock
@@ -197,27 +198,27 @@ class ChatJobs:
         """Send the chat completion if it is ready in time, or else the location of the job."""
         headers = (*headers, (b"preference-applied", prefers.applied.encode()))
         try:
-            with self._background.waits.until_end():
-                job = await self._background.finished(job, prefers.granted_s)
+            with self._jobs.waits.until_end():
+                job = await self._jobs.finished(job, prefers.granted_s)
             if job.status.is_final:
                 if (failed := failure(job)) is not None:
                     raise failed
-                await send_body(await self._background.answer(job), downstream, headers=headers)
+                await send_body(await self._jobs.answer(job), downstream, headers=headers)
                 return
-            response = await self._background.response(job, facts)
+            response = await self._jobs.response(job, facts)
         except GatewayError as reason:
             error = for_submitter(reason)
             error.headers = (*headers, *error.headers)
             raise error from None
-        retry_after_s = str(self._background.retry_after_s(response)).encode()
+        retry_after_s = str(self._jobs.retry_after_s(response)).encode()
         where = ((b"location", f"{RESPONSES}/{job.id}".encode()), (b"retry-after", retry_after_s))
         await send_json(response, downstream, 202, (*headers, *where))
 
     async def _served(self, job: Job, waiter: Waiter, downstream: HttpDownstream) -> None:
-        in_place = WaitingCaller(waiter, self._background, downstream, self._clock)
+        in_place = WaitingCaller(waiter, self._jobs, downstream, self._clock)
         self.waiting += 1
         try:
-            with self._background.waits.until_end() as wait:
+            with self._jobs.waits.until_end() as wait:
                 await in_place.serve(job)
             if wait.cancelled_caught:
                 await in_place.cut(job)
@@ -237,18 +238,18 @@ class ChatJobs:
         async def retrieve(request: Request[Any, Any, Any], completion_id: FromPath[str]) -> Response[bytes]:
             key = self._keys.name_of(request.headers)
             found = job_id(completion_id)
-            job = None if found is None else await self._background.get(key, found)
-            if job is None or not (await self._background.facts(job)).is_chat:
+            job = None if found is None else await self._jobs.get(key, found)
+            if job is None or not (await self._jobs.facts(job)).is_chat:
                 raise _gone(completion_id)
             if not job.status.is_final:
-                place = await self._background.place(job)
+                place = await self._jobs.place(job)
                 message = f"The chat completion {completion_id!r} is not finished: it is {job.status}."
-                retry_after_s = self._background.retry_after_s({"queue": place})
+                retry_after_s = self._jobs.retry_after_s({"queue": place})
                 raise JobNotFinished(message, retry_after_s=retry_after_s)
             if (failed := failure(job)) is not None:
                 raise failed
             try:
-                body = await self._background.answer(job)
+                body = await self._jobs.answer(job)
             except ResponseNotFound:
                 raise _gone(completion_id) from None
             headers = {name.decode(): value.decode() for name, value in job_headers(job)}

@@ -47,7 +47,8 @@ from gateway.core.responses.request import (
 )
 from gateway.core.value import valueclass
 from gateway.downstream import wire
-from gateway.downstream.background import Background, gone, handover_headers, headers_kept
+from gateway.downstream.background import Background, handover_headers, headers_kept
+from gateway.downstream.callers_jobs import CallersJobs, gone
 from gateway.downstream.files import limit_of, page_of
 from gateway.downstream.idempotency import IdempotentRequests
 from gateway.downstream.keys import KeyRing
@@ -242,28 +243,28 @@ class Responses:
 
         async def follow(downstream: HttpDownstream) -> None:
             await downstream.start(200, (*SSE_HEADERS, *headers))
-            await self._follow(background, job, -1, downstream.send)
+            await self._follow(background.jobs, job, -1, downstream.send)
             await downstream.finish()
 
         if asked.incoming.request.stream:
             return follow
-        response = await background.response(job, known)
+        response = await background.jobs.response(job, known)
         return partial(send_json, response, headers=headers)
 
     async def _follow(
-        self, background: Background, job: Job, after: int, send: Callable[[bytes], Awaitable[None]]
+        self, jobs: CallersJobs, job: Job, after: int, send: Callable[[bytes], Awaitable[None]]
     ) -> None:
         """Send the events of a job as they arrive, with keep-alive comments in between.
 
         Raises:
             CallerStalled: the caller does not read.
         """
-        async for events in background.events(job, after):
+        async for events in jobs.events(job, after):
             with while_caller_reads():
                 await send(_frames(events) or KEEP_ALIVE)
 
     async def _job(self, key: str | None, id: str) -> Job | None:
-        return None if self._background is None else await self._background.get(key, id)
+        return None if self._background is None else await self._background.jobs.get(key, id)
 
     async def _look_up(self, received: Received, wanted: Needs) -> Found:
         """Return the conversation that a request continues, and the stored items it refers to.
@@ -301,7 +302,7 @@ class Responses:
         record = await self._retention.store.get(key, id)
         job = None if record is not None else await self._job(key, id)
         if job is not None and self._background is not None and job.status.is_final:
-            return await self._background.record(job, param)
+            return await self._background.jobs.record(job, param)
         if job is not None:
             message = "That response has not ended yet."
             raise InvalidRequest(message, code="response_not_finished", param=param)
@@ -322,7 +323,7 @@ class Responses:
             key = self._keys.name_of(request.headers)
             job = await self._job(key, response_id)
             if job is not None and self._background is not None:
-                return await self._shown(self._background, job, request)
+                return await self._shown(self._background.jobs, job, request)
             record = await self._record(key, response_id)
             if _wants_stream(request.query_params):
                 message = "Only background responses can be streamed again."
@@ -341,7 +342,7 @@ class Responses:
         @delete(PATH + "/{response_id:str}", status_code=200)
         async def forget(request: Request[Any, Any, Any], response_id: FromPath[str]) -> dict[str, Any]:
             key = self._keys.name_of(request.headers)
-            is_job = self._background is not None and await self._background.delete(key, response_id)
+            is_job = self._background is not None and await self._background.jobs.delete(key, response_id)
             if not is_job and not await self._retention.store.delete(key, response_id):
                 raise gone(response_id)
             return {"id": response_id, "object": "response", "deleted": True}
@@ -349,13 +350,13 @@ class Responses:
         @post(PATH + "/{response_id:str}/cancel", status_code=200)
         async def cancel(request: Request[Any, Any, Any], response_id: FromPath[str]) -> Response[bytes]:
             key = self._keys.name_of(request.headers)
-            job = None if self._background is None else await self._background.cancel(key, response_id)
+            job = None if self._background is None else await self._background.jobs.cancel(key, response_id)
             if job is None or self._background is None:
                 await self._record(key, response_id)
                 message = "Only background responses can be cancelled."
                 raise InvalidRequest(message, code="not_in_background")
             return Response(
-                msgspec.json.encode(await self._background.response(job)), media_type=MediaType.JSON
+                msgspec.json.encode(await self._background.jobs.response(job)), media_type=MediaType.JSON
             )
 
         @post([PATH + "/compact", PATH + "/input_tokens"])
@@ -366,23 +367,21 @@ class Responses:
 
         return [retrieve, input_items, forget, cancel, elsewhere]
 
-    async def _shown(
-        self, background: Background, job: Job, request: Request[Any, Any, Any]
-    ) -> Response[Any]:
+    async def _shown(self, jobs: CallersJobs, job: Job, request: Request[Any, Any, Any]) -> Response[Any]:
         """Return a job's current response, or its events from some number on."""
         query = request.query_params
         if not _wants_stream(query):
-            response = await background.response(job)
+            response = await jobs.response(job)
             answer = Response(msgspec.json.encode(response), media_type=MediaType.JSON)
             if not job.status.is_final:
-                answer.headers["retry-after"] = str(background.retry_after_s(response))
+                answer.headers["retry-after"] = str(jobs.retry_after_s(response))
             return answer
         after = str(query.get("starting_after", "-1"))
         if not _NUMBER.fullmatch(after):
             raise InvalidRequest("`starting_after` must be the number of an event.", param="starting_after")
 
         async def frames() -> AsyncIterator[bytes]:
-            async for events in background.events(job, int(after)):
+            async for events in jobs.events(job, int(after)):
                 yield _frames(events) or KEEP_ALIVE
 
         headers = {name.decode(): value.decode() for name, value in SSE_HEADERS}

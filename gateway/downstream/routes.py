@@ -186,7 +186,7 @@ class Applications:
         self.serving.is_ending = True
         self._pipeline.end()
         if self._background is not None:
-            self._background.waits.end()
+            self._background.jobs.waits.end()
 
     def asgi_app(self) -> ASGIApp:
         """Return the ASGI application for the public port."""

@@ -24,7 +24,8 @@ from gateway.core.jobs import Job, JobStatus, size_of
 from gateway.core.policy import OnDisconnect
 from gateway.core.sse import DONE
 from gateway.core.value import valueclass
-from gateway.downstream.background import Background, Outage
+from gateway.downstream.callers_jobs import CallersJobs
+from gateway.downstream.job_waits import Outage
 from gateway.downstream.relay import HttpDownstream, send_body
 from gateway.events import about
 from gateway.pipeline.caller import KEEP_ALIVE, KEEP_ALIVE_S, SSE_HEADERS, while_caller_reads
@@ -80,12 +81,10 @@ class Waiter:
 class WaitingCaller:
     """Serves one waiting caller."""
 
-    def __init__(
-        self, waiter: Waiter, background: Background, downstream: HttpDownstream, clock: Clock
-    ) -> None:
+    def __init__(self, waiter: Waiter, jobs: CallersJobs, downstream: HttpDownstream, clock: Clock) -> None:
         """Serve `waiter` through `downstream`."""
         self._waiter = waiter
-        self._background = background
+        self._jobs = jobs
         self._downstream = downstream
         self._clock = clock
         self._comment_at = waiter.silent_until
@@ -134,9 +133,9 @@ class WaitingCaller:
                 raise failed
             try:
                 if job.status.is_final:
-                    body = await self._background.answer(job)
+                    body = await self._jobs.answer(job)
                 else:
-                    job = await self._background.over(job, self._wait_s(job, has_begun=job.chunks > 0))
+                    job = await self._jobs.over(job, self._wait_s(job, has_begun=job.chunks > 0))
                 self._outage.over()
             except StoreUnavailable as error:
                 await self._outage.wait(error)
@@ -152,7 +151,7 @@ class WaitingCaller:
         while not (job.status.is_final and replay.chunks >= job.chunks):
             wait_s = self._wait_s(job, has_begun=replay.chunks > 0)
             try:
-                job, chunks = await self._background.news(
+                job, chunks = await self._jobs.news(
                     job, replay.last, wait_s, is_placed=self._waiter.wants_place
                 )
                 self._outage.over()
@@ -176,7 +175,7 @@ class WaitingCaller:
     async def _comment(self, job: Job, *, has_begun: bool) -> None:
         """Send a comment if one is due."""
         if self._waiter.wants_place and not has_begun:
-            place = await self._background.place(job) if job.status is JobStatus.QUEUED else None
+            place = await self._jobs.place(job) if job.status is JobStatus.QUEUED else None
             said = _place_comment(place)
             if said != self._place_said:
                 self._place_said = said
@@ -216,7 +215,7 @@ class WaitingCaller:
         if has_begun or deadline is None or self._clock.now() < deadline or job.status.is_final:
             return job
         try:
-            job = await self._background.cancel(self._waiter.key, job.id) or job
+            job = await self._jobs.cancel(self._waiter.key, job.id) or job
         except StoreUnavailable as error:
             log.warning(
                 "job %s: its caller stopped waiting, but it could not be cancelled and keeps running: %s",
@@ -238,7 +237,7 @@ class WaitingCaller:
             return
         try:
             with anyio.fail_after(LEAVE_S, shield=True):
-                await self._background.cancel(self._waiter.key, job.id)
+                await self._jobs.cancel(self._waiter.key, job.id)
         except (StoreUnavailable, TimeoutError) as error:
             log.warning(
                 "job %s: its caller has left, but it could not be cancelled and keeps running: %s",

@@ -14,14 +14,9 @@ from gateway.core.errors import NOT_AGAIN, GatewayError, ResponseNotFound, Store
 from gateway.core.jobs import Chunk, Job, JobError, JobStatus, Lane, NewJob, Queue, Refusal
 from gateway.core.policy import OnDisconnect
 from gateway.core.responses.replay import JobFacts
-from gateway.downstream.background import (
-    LONG_AT_ONCE,
-    LONG_BYTES,
-    Background,
-    JobRules,
-    Waits,
-    headers_kept,
-)
+from gateway.downstream.background import Background, JobRules, headers_kept
+from gateway.downstream.callers_jobs import LONG_AT_ONCE, LONG_BYTES, CallersJobs
+from gateway.downstream.job_waits import Waits
 from gateway.downstream.relay import HttpDownstream
 from gateway.downstream.waiting_caller import Waiter, WaitingCaller
 from gateway.ports import JobStore
@@ -39,8 +34,12 @@ def background_of(world: World, store: object) -> Background:
     )
 
 
+def jobs_of(world: World, store: object) -> CallersJobs:
+    return CallersJobs(cast(JobStore, store), world.clock, lambda _: 0.0)
+
+
 class Queued:
-    """What `Background.place` asks of `ports.JobStore`; it answers once it is let."""
+    """What `CallersJobs.place` asks of `ports.JobStore`; it answers once it is let."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -55,23 +54,23 @@ class Queued:
 
 async def test_all_who_look_at_their_place_at_once_ask_the_store_once() -> None:
     world, store = World(), Queued()
-    background = background_of(world, store)
+    jobs = jobs_of(world, store)
     job = Job(NewJob("resp_1", None, "m/c", b"{}"), JobStatus.QUEUED, position=4)
 
     async with anyio.create_task_group() as tasks:
         for _ in range(100):
-            tasks.start_soon(background.place, job)
+            tasks.start_soon(jobs.place, job)
         await anyio.wait_all_tasks_blocked()
         store.may_answer.set()
 
     assert store.asked == 1
-    assert await background.place(job) == {"position": 4, "expected_start_s": 8.0}
+    assert await jobs.place(job) == {"position": 4, "expected_start_s": 8.0}
     world.clock.time += 3.0
-    await background.place(job)
+    await jobs.place(job)
     assert store.asked == 2
     world.clock.time += 3.0
     store.drained_at = 1.0
-    assert await background.place(job) == {"position": 4, "expected_start_s": None}
+    assert await jobs.place(job) == {"position": 4, "expected_start_s": None}
 
 
 class Unsure:
@@ -181,14 +180,14 @@ def test_only_headers_of_the_site_that_are_short_are_kept() -> None:
     ],
 )
 def test_when_a_job_is_to_be_asked_for_again(queue: Any, retry_after_s: int) -> None:
-    background = background_of(World(), None)
+    jobs = jobs_of(World(), None)
 
-    assert background.retry_after_s({"queue": queue}) == retry_after_s
-    assert background.retry_after_s({}) == 5
+    assert jobs.retry_after_s({"queue": queue}) == retry_after_s
+    assert jobs.retry_after_s({}) == 5
 
 
 class Answered:
-    """What `Background` asks of `ports.JobStore`: a job that ends after it was waited for `idle` times."""
+    """What `CallersJobs` asks of `ports.JobStore`: a job that ends after it was waited for `idle` times."""
 
     def __init__(self, job: Job, *said: bytes, idle: int = 0) -> None:
         self.job = job
@@ -222,9 +221,9 @@ async def test_who_follows_a_job_loads_it_once_and_asks_after_it_where_its_answe
     job = Job(NewJob("resp_1", None, "m/c", b"{}", facts), JobStatus.QUEUED, position=1)
     event = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":%b}]}\n\n'
     store = Answered(job, event % b"null", event % b"null", event % b'"stop"', idle=2)
-    background = background_of(world, store)
+    jobs = jobs_of(world, store)
 
-    batches = [batch async for batch in background.events(job, -1)]
+    batches = [batch async for batch in jobs.events(job, -1)]
     told = [event["type"] for batch in batches for event in batch]
 
     assert [len(batch) for batch in batches[1:3]] == [0, 0]  # signs of life while nothing happens
@@ -264,13 +263,13 @@ async def test_a_follower_waits_for_a_store_that_is_away(
         world.clock.time += 25.0
         return 0.0
 
-    monkeypatch.setattr("gateway.downstream.background.random.uniform", rest)
+    monkeypatch.setattr("gateway.downstream.job_waits.random.uniform", rest)
     facts = JobFacts({"id": "resp_1", "status": "queued"}, "0" * 32, 0, {}, {}).encoded()
     job = Job(NewJob("resp_1", None, "m/c", b"{}", facts), JobStatus.QUEUED, position=1)
     event = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":%b}]}\n\n'
-    background = background_of(world, Intermittent(job, event % b"null", event % b'"stop"', answers=answers))
+    jobs = jobs_of(world, Intermittent(job, event % b"null", event % b'"stop"', answers=answers))
 
-    batches = [batch async for batch in background.events(job, -1)]
+    batches = [batch async for batch in jobs.events(job, -1)]
     told = [one for batch in batches for one in batch]
 
     assert sum(not batch for batch in batches) >= min(answers.count(False), 3)  # signs of life
@@ -283,11 +282,11 @@ async def test_a_follower_waits_for_a_store_that_is_away(
 @pytest.mark.parametrize(("key", "batch"), [("bob", ""), (None, ""), ("alice", "batch_1")])
 async def test_a_job_of_another_key_and_a_line_of_a_batch_are_not_there(key: str | None, batch: str) -> None:
     job = Job(NewJob("resp_1", "alice", "m/c", b"", batch=batch), JobStatus.QUEUED)
-    background = background_of(World(), Answered(job))
+    jobs = jobs_of(World(), Answered(job))
 
-    assert await background.get(key, "resp_1") is None
-    assert await background.cancel(key, "resp_1") is None
-    assert not await background.delete(key, "resp_1")
+    assert await jobs.get(key, "resp_1") is None
+    assert await jobs.cancel(key, "resp_1") is None
+    assert not await jobs.delete(key, "resp_1")
 
 
 class Gone(Answered):
@@ -307,13 +306,13 @@ class Gone(Answered):
 async def test_a_job_that_is_gone_meanwhile_is_not_there(way: str, status: JobStatus) -> None:
     facts = JobFacts({"id": "resp_1", "status": "queued"}, "0" * 32, 0, {}, {})
     job = Job(NewJob("resp_1", None, "m/c", b"{}"), status, chunks=1)
-    background = background_of(World(), Gone(job))
+    jobs = jobs_of(World(), Gone(job))
     more: dict[str, tuple[Any, ...]] = {"over": (1.0,)}
     if status.is_final:
         more["response"] = (facts,)
 
     with pytest.raises(ResponseNotFound):
-        await getattr(background, way)(job, *more.get(way, ()))
+        await getattr(jobs, way)(job, *more.get(way, ()))
 
 
 async def test_a_job_that_was_returned_to_the_queue_is_queued() -> None:
@@ -322,7 +321,7 @@ async def test_a_job_that_was_returned_to_the_queue_is_queued() -> None:
     store = Queued()
     store.may_answer.set()
 
-    response = await background_of(World(), store).response(job, facts)
+    response = await jobs_of(World(), store).response(job, facts)
 
     assert (response["status"], response["queue"]["position"]) == ("queued", 1)
 
@@ -353,13 +352,13 @@ async def test_few_long_answers_are_read_at_once(way: str, size_bytes: int, at_o
     new = NewJob("resp_1", None, "m/c", b'{"model":"m"}', facts)
     job = Job(new, JobStatus.COMPLETED, attempt=1, chunks=1, size_bytes=size_bytes)
     store = Held(job, b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":"stop"}]}\n\n')
-    background, told = background_of(World(), store), list[object]()
+    jobs, told = jobs_of(World(), store), list[object]()
 
     async def ask() -> None:
         if way == "events":
-            told.append([one async for batch in background.events(job, -1) for one in batch][-1])
+            told.append([one async for batch in jobs.events(job, -1) for one in batch][-1])
         else:
-            told.append(await getattr(background, way)(job))
+            told.append(await getattr(jobs, way)(job))
 
     with anyio.fail_after(3):
         async with anyio.create_task_group() as tasks:
@@ -378,10 +377,10 @@ async def test_who_follows_a_long_answer_takes_no_turn_for_what_is_new() -> None
     new = NewJob("resp_1", None, "m/c", b"{}", facts)
     running = Job(new, JobStatus.IN_PROGRESS, attempt=1, size_bytes=LONG_BYTES + 1)
     store = Held(running)
-    background = background_of(World(), store)
+    jobs = jobs_of(World(), store)
 
     async def follow() -> None:
-        async for _ in background.events(running, -1):
+        async for _ in jobs.events(running, -1):
             pass
 
     async with anyio.create_task_group() as tasks:
@@ -412,19 +411,19 @@ async def test_a_follower_is_told_that_the_gateway_stops(store: Callable[..., An
     world = World()
     facts = JobFacts({"id": "resp_1", "status": "queued"}, "0" * 32, 0, {}, {}).encoded()
     job = Job(NewJob("resp_1", None, "m/c", b"{}", facts), JobStatus.QUEUED, position=1)
-    background = background_of(world, store(job))
+    jobs = jobs_of(world, store(job))
     told: list[Any] = []
 
     async def follow() -> None:
-        told.extend([one async for batch in background.events(job, -1) for one in batch])
+        told.extend([one async for batch in jobs.events(job, -1) for one in batch])
 
     with anyio.fail_after(3):
         async with anyio.create_task_group() as tasks:
             if is_late:
-                background.waits.end()
+                jobs.waits.end()
             tasks.start_soon(follow)
             await anyio.wait_all_tasks_blocked()
-            background.waits.end()
+            jobs.waits.end()
 
     *events, last = told
     assert [one["type"] for one in events] == ["response.created", "response.queued"][: len(events)]
@@ -451,10 +450,10 @@ async def test_a_job_that_has_not_changed_is_asked_after_only_for_its_place(
 ) -> None:
     job = Job(NewJob("resp_1", None, "m/c", b""), JobStatus.QUEUED, position=9)
     store = Answered(job, idle=2)
-    background = background_of(World(), store)
+    jobs = jobs_of(World(), store)
 
     for _ in range(3):
-        job, _ = await background.news(job, None, 10.0, is_placed=is_placed)
+        job, _ = await jobs.news(job, None, 10.0, is_placed=is_placed)
 
     assert job.status is JobStatus.COMPLETED
     assert store.got == got
@@ -499,15 +498,15 @@ async def test_who_follows_an_answer_of_which_the_store_has_lost_some_is_cut_off
     new = NewJob("resp_1", None, "m/c", b"{}", facts)
     job = Job(new, JobStatus.IN_PROGRESS, attempt=1, chunks=2)
     read = _words("a", "b")
-    background = background_of(World(), Lagging(job, read, then))
+    jobs = jobs_of(World(), Lagging(job, read, then))
 
     if way == "news":
-        assert await background.news(job, None, 10.0, is_placed=False) == (job, read)
+        assert await jobs.news(job, None, 10.0, is_placed=False) == (job, read)
         with pytest.raises(StreamBroken, match="/v1/responses/resp_1"):
-            await background.news(job, read[-1], 10.0, is_placed=False)
+            await jobs.news(job, read[-1], 10.0, is_placed=False)
         return
     with anyio.fail_after(3):
-        told = [event async for batch in background.events(job, -1) for event in batch]
+        told = [event async for batch in jobs.events(job, -1) for event in batch]
     assert [event["delta"] for event in told if "delta" in event] == ["a", "b"]
     assert (told[-1]["type"], told[-1].get("code")) == ("error", "stream_broken")
 
@@ -539,15 +538,15 @@ async def test_those_who_wait_do_not_ask_a_store_that_is_away_in_step(
 
     monkeypatch.setattr(anyio, "sleep", sleep)
     world = World()
-    background = background_of(world, Away())
+    jobs = jobs_of(world, Away())
     for number in range(100):
         job = Job(NewJob(f"resp_{number}", None, "m/c", b""), JobStatus.QUEUED)
         if way == "wait":
-            assert (await background.finished(job, 60.0)).status is JobStatus.FAILED
+            assert (await jobs.finished(job, 60.0)).status is JobStatus.FAILED
             continue
         waiter = Waiter(None, (), False, False, 0.0, None, False, OnDisconnect.FINISH)
         with pytest.raises(GatewayError, match="late"):
-            await WaitingCaller(waiter, background, cast(HttpDownstream, None), world.clock).serve(job)
+            await WaitingCaller(waiter, jobs, cast(HttpDownstream, None), world.clock).serve(job)
 
     assert len(slept) == 100
     assert max(slept) - min(slept) > 0.5
@@ -555,7 +554,7 @@ async def test_those_who_wait_do_not_ask_a_store_that_is_away_in_step(
 
 async def test_who_does_not_wait_gets_no_answer_even_if_there_is_one_by_then() -> None:
     job = Job(NewJob("resp_1", None, "m/c", b""), JobStatus.QUEUED)
-    background = background_of(World(), Answered(job))
+    jobs = jobs_of(World(), Answered(job))
 
-    assert await background.finished(job, 0.0) is job
-    assert (await background.finished(job, 60.0)).status is JobStatus.COMPLETED
+    assert await jobs.finished(job, 0.0) is job
+    assert (await jobs.finished(job, 60.0)).status is JobStatus.COMPLETED

@@ -19,7 +19,7 @@ from support.site import Site, jobs_site, simulated, site
 
 from gateway import app
 from gateway.core.health import transitions
-from gateway.downstream import background
+from gateway.downstream import job_waits
 from gateway.simulator.options import Fault, FaultOrder
 
 MESSAGES: Any = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -177,7 +177,7 @@ async def test_a_stream_outlasts_a_store_that_goes_away_for_a_while(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(background, "AGAIN_S", (0.05, 0.1))
+    monkeypatch.setattr(job_waits, "AGAIN_S", (0.05, 0.1))
     client = gateway.openai(api_key="a")
     stream: Any = await client.responses.create(
         **ASK, background=True, stream=True, max_output_tokens=1_500, extra_body={"ignore_eos": True}
@@ -201,8 +201,8 @@ async def test_a_stream_outlasts_a_store_that_goes_away_for_a_while(
 async def test_a_stream_whose_store_stays_away_ends_with_an_error_and_is_taken_up_again(
     gateway: Site, store: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "AWAY_S", 0.0)
-    monkeypatch.setattr(background, "AGAIN_S", (0.05, 0.1))
+    monkeypatch.setattr(job_waits, "AWAY_S", 0.0)
+    monkeypatch.setattr(job_waits, "AGAIN_S", (0.05, 0.1))
     client = gateway.openai(api_key="a")
     seen: list[Any] = []
     async for event in await client.responses.create(
