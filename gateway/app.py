@@ -49,8 +49,8 @@ from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener
 from gateway.downstream.origins import Origins
 from gateway.downstream.relay import BodyLimits
-from gateway.downstream.responses import ResponseRetention
 from gateway.downstream.routes import Applications, Operators
+from gateway.downstream.stored_responses import ResponseRetention
 from gateway.events import about
 from gateway.exiting import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, TOLD_S
 from gateway.jobs import QueueWatch, Revocations

@@ -16,7 +16,7 @@ from gateway.core.request_features import matched_headers
 from gateway.core.selection import BackendView
 from gateway.core.value import valueclass
 from gateway.core.waiting import Ticket, fastest_prefill_s
-from gateway.downstream import responses, wire
+from gateway.downstream import response_requests, wire
 from gateway.downstream.explain_routes import Question, RequestForgotten
 from gateway.downstream.operator_json import indented
 from gateway.downstream.reading import Received
@@ -142,8 +142,8 @@ def read(
         there_are = f"there are {', '.join(named)}" if named else "it has no `keys`"
         raise Unauthorized(f"The configuration names no API key {key!r}; {there_are}.")
     received, rules = Received(_NOW, body, key, headers or {}, ()), wire_rules(settings)
-    if not completions and responses.is_response(body):
-        found = responses.read_alone(received, rules, has_jobs=settings.document.jobs is not None)
+    if not completions and response_requests.is_response(body):
+        found = response_requests.read_alone(received, rules, has_jobs=settings.document.jobs is not None)
         incoming, notes = found.incoming, (_REFERS,) if found.refers else ()
         return Asked(incoming, notes, found.is_background)
     incoming = wire.read(Endpoint.COMPLETIONS if completions else Endpoint.CHAT, received, rules)

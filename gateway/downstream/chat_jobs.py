@@ -29,8 +29,8 @@ from gateway.downstream.background import Background, handover_headers, headers_
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.reading import Received, Work
 from gateway.downstream.relay import HttpDownstream, send_body, send_json
+from gateway.downstream.response_requests import check_depth
 from gateway.downstream.responses import PATH as RESPONSES
-from gateway.downstream.responses import check_depth
 from gateway.downstream.serving import Serving
 from gateway.downstream.waiting_caller import Waiter, WaitingCaller, for_submitter
 from gateway.downstream.wire import WireRequest

@@ -42,13 +42,14 @@ from gateway.downstream.outgoing import Outgoing
 from gateway.downstream.reading import BodyReaders, Read, Received, Work
 from gateway.downstream.relay import AsgiCall, BodyLimits
 from gateway.downstream.responses import PATH as RESPONSES
-from gateway.downstream.responses import ResponseRetention, Responses
+from gateway.downstream.responses import Responses
 from gateway.downstream.serving import (
     Relayed,
     ServedChats,
     Serving,
     new_request_id,
 )
+from gateway.downstream.stored_responses import ResponseRetention
 from gateway.events import about
 from gateway.pipeline import Pipeline
 from gateway.ports import Clock, Recorder

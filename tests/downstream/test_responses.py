@@ -9,7 +9,7 @@ from support.front import front, post
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, chunk
 from support.world import HELLO, ROLE, STOP, USAGE
 
-from gateway.downstream.responses import StoredConversation
+from gateway.downstream.stored_responses import StoredConversation
 
 
 def test_a_conversation_goes_on_with_all_but_calls_that_broke_off() -> None:

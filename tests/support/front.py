@@ -27,8 +27,8 @@ from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener
 from gateway.downstream.origins import Origins
 from gateway.downstream.relay import BodyLimits, Call, Head, Uploads
-from gateway.downstream.responses import ResponseRetention
 from gateway.downstream.routes import Applications
+from gateway.downstream.stored_responses import ResponseRetention
 from gateway.downstream.wire import WireRules
 from gateway.pipeline import BackendWatch, Pipeline
 from gateway.ports import Headers
