@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from gateway.core.answers import usage_of
 from gateway.core.responses.items import item_id
-from gateway.core.responses.request import own_name
+from gateway.core.responses.tools import own_name
 from gateway.core.usage import Usage
 
 Event = dict[str, Any]

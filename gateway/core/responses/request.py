@@ -6,14 +6,14 @@ from typing import Any
 from gateway.core.errors import InvalidRequest
 from gateway.core.responses.items import (
     Item,
-    Message,
-    chat_name,
     messages_of,
     read_input,
     references,
     response_id,
     with_own_ids,
 )
+from gateway.core.responses.members import count_of, flag_of, number_of, object_of, text_of
+from gateway.core.responses.tools import chat_tools, functions_in, tools_of
 from gateway.core.value import valueclass
 
 COPIED = frozenset({"model", "stream", "temperature", "top_p", "parallel_tool_calls"})
@@ -152,7 +152,7 @@ def needs(members: Mapping[str, Any], items_max: int) -> Needs:
         raise InvalidRequest(
             f"`input` has more than {items_max} items.", code="too_many_items", param="input"
         )
-    return Needs(_text(members, "previous_response_id"), references(written))
+    return Needs(text_of(members, "previous_response_id"), references(written))
 
 
 def read(
@@ -177,42 +177,42 @@ def read(
     if members.get("input") is None:
         raise InvalidRequest("`input` is required.", param="input")
     items = with_own_ids(read_input(members["input"], token, stored or {}), context, token)
-    messages = messages_of([*context, *items], _text(members, "instructions"), own=len(items))
+    messages = messages_of([*context, *items], text_of(members, "instructions"), own=len(items))
     if not messages:
         raise InvalidRequest("`input` must not be empty.", param="input")
-    tools = _tools(members.get("tools"))
-    reasoning = _object(members, "reasoning")
-    text = _object(members, "text")
-    store = _flag(members, "store")
+    tools = tools_of(members.get("tools"))
+    reasoning = object_of(members, "reasoning")
+    text = object_of(members, "text")
+    store = flag_of(members, "store")
     chat: dict[str, Any] = {
         "messages": messages,
-        **_chat_tools(_functions(tools), members.get("tool_choice")),
+        **chat_tools(functions_in(tools), members.get("tool_choice")),
         **_chat_format(text.get("format")),
         **_chat_effort(reasoning.get("effort")),
     }
-    if (most := _count(members, "max_output_tokens")) is not None:
+    if (most := count_of(members, "max_output_tokens")) is not None:
         chat["max_completion_tokens"] = most
-    if _flag(members, "stream"):
+    if flag_of(members, "stream"):
         chat["stream_options"] = {"include_usage": True}
     echo = {
         "instructions": members.get("instructions"),
         "max_output_tokens": most,
-        "max_tool_calls": _count(members, "max_tool_calls"),
+        "max_tool_calls": count_of(members, "max_tool_calls"),
         "metadata": metadata_of(members.get("metadata")),
         "model": members.get("model"),
-        "parallel_tool_calls": _flag(members, "parallel_tool_calls") is not False,
+        "parallel_tool_calls": flag_of(members, "parallel_tool_calls") is not False,
         "previous_response_id": members.get("previous_response_id"),
-        "prompt_cache_key": _text(members, "prompt_cache_key"),
+        "prompt_cache_key": text_of(members, "prompt_cache_key"),
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
-        "safety_identifier": _text(members, "safety_identifier"),
+        "safety_identifier": text_of(members, "safety_identifier"),
         "store": store is not False,
-        "temperature": _number(members, "temperature"),
+        "temperature": number_of(members, "temperature"),
         "text": {**text, "format": text.get("format") or {"type": "text"}},
         "tool_choice": members.get("tool_choice") or "auto",
         "tools": tools,
-        "top_p": _number(members, "top_p"),
+        "top_p": number_of(members, "top_p"),
         "truncation": "disabled",
-        "user": _text(members, "user"),
+        "user": text_of(members, "user"),
     }
     return Translated(chat=chat, items=items, context=context, echo=echo, store=store is not False)
 
@@ -246,7 +246,7 @@ def _refuse_what_is_not_offered(members: Mapping[str, Any]) -> None:
     for name, message in _REFUSED.items():
         if members.get(name):
             raise InvalidRequest(message, code="unsupported_parameter", param=name)
-    truncation = _text(members, "truncation")
+    truncation = text_of(members, "truncation")
     if truncation not in (None, "disabled"):
         message = "Prompts that are too long are not truncated: `truncation` must be `disabled`."
         raise InvalidRequest(message, code="unsupported_parameter", param="truncation")
@@ -255,50 +255,9 @@ def _refuse_what_is_not_offered(members: Mapping[str, Any]) -> None:
         raise InvalidRequest("`include` must be an array.", param="include")
     if "message.output_text.logprobs" in (include or ()):
         raise InvalidRequest(_NO_LOGPROBS, code="unsupported_parameter", param="include")
-    if _number(members, "top_logprobs"):
+    if number_of(members, "top_logprobs"):
         raise InvalidRequest(_NO_LOGPROBS, code="unsupported_parameter", param="top_logprobs")
-    _object(members, "stream_options")
-
-
-def _text(members: Mapping[str, Any], name: str, where: str = "") -> str | None:
-    value = members.get(name)
-    if value is not None and not isinstance(value, str):
-        raise InvalidRequest(f"`{name}` must be a string.", param=where or name)
-    return value
-
-
-def _flag(members: Mapping[str, Any], name: str, where: str = "") -> bool | None:
-    value = members.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise InvalidRequest(f"`{name}` must be true or false.", param=where or name)
-    return value
-
-
-def _number(members: Mapping[str, Any], name: str) -> float | None:
-    value = members.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequest(f"`{name}` must be a number.", param=name)
-    return value
-
-
-def _count(members: Mapping[str, Any], name: str) -> int | None:
-    value = members.get(name)
-    if value is None:
-        return None
-    if isinstance(value, float) and value.is_integer():  # of JavaScript, for example
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidRequest(f"`{name}` must be an integer of at least 1.", param=name)
-    return value
-
-
-def _object(members: Mapping[str, Any], name: str, where: str = "") -> Mapping[str, Any]:
-    value = members.get(name)
-    if value is not None and not isinstance(value, Mapping):
-        raise InvalidRequest(f"`{name}` must be an object.", param=where or name)
-    return value or {}
+    object_of(members, "stream_options")
 
 
 def metadata_of(written: object) -> Mapping[str, str]:
@@ -323,115 +282,6 @@ def metadata_of(written: object) -> Mapping[str, str]:
     return written
 
 
-def _tools(written: object) -> list[Mapping[str, Any]]:
-    """Return the tools in the API's flat form."""
-    if written is None:
-        return []
-    if not isinstance(written, list):
-        raise InvalidRequest("`tools` must be an array.", param="tools")
-    return [_tool(tool, f"tools.{index}") for index, tool in enumerate(written)]
-
-
-def _tool(tool: object, where: str, *, in_namespace: bool = False) -> Mapping[str, Any]:
-    if not isinstance(tool, Mapping):
-        raise InvalidRequest("A tool must be an object.", param=where)
-    kind = tool.get("type")
-    if kind == "namespace" and not in_namespace:
-        return _namespace(tool, where)
-    if kind != "function":
-        message = f"Tools of type {str(kind)[:40]!r} are not supported: only functions that the caller runs."
-        raise InvalidRequest(message, code="unsupported_parameter", param=f"{where}.type")
-    if not _text(tool, "name", f"{where}.name"):
-        raise InvalidRequest("A function needs a `name`.", param=f"{where}.name")
-    return {
-        "type": "function",
-        "name": tool["name"],
-        "description": _text(tool, "description", f"{where}.description"),
-        "parameters": _object(tool, "parameters", f"{where}.parameters") or None,
-        "strict": _flag(tool, "strict", f"{where}.strict"),
-    }
-
-
-def _namespace(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    if not _text(tool, "name", f"{where}.name"):
-        raise InvalidRequest("A namespace needs a `name`.", param=f"{where}.name")
-    members = tool.get("tools")
-    if not isinstance(members, list):
-        raise InvalidRequest("A namespace needs `tools`, an array.", param=f"{where}.tools")
-    return {
-        "type": "namespace",
-        "name": tool["name"],
-        "description": _text(tool, "description", f"{where}.description") or "",
-        "tools": [
-            _tool(member, f"{where}.tools.{index}", in_namespace=True) for index, member in enumerate(members)
-        ],
-    }
-
-
-def _functions(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the functions, those in namespaces by their names in a chat."""
-    functions: list[Mapping[str, Any]] = []
-    for tool in tools:
-        if tool["type"] == "namespace":
-            members = tool["tools"]
-            functions += [{**member, "name": chat_name(tool["name"], member["name"])} for member in members]
-        else:
-            functions.append(tool)
-    return functions
-
-
-def own_name(tools: object, name: str) -> tuple[str, str]:
-    """Return the namespace (or "") and the own name of a function by its name in a chat.
-
-    `tools`: those of the response, as read here.
-    """
-    for tool in tools if isinstance(tools, list) else ():
-        if tool["type"] == "namespace":
-            for member in tool["tools"]:
-                if chat_name(tool["name"], member["name"]) == name:
-                    return tool["name"], member["name"]
-    return "", name
-
-
-def _chat_tools(tools: Sequence[Mapping[str, Any]], choice: object) -> Mapping[str, Any]:
-    names = {tool["name"] for tool in tools}
-    chosen: Any = choice
-    if isinstance(choice, Mapping):
-        match choice.get("type"):
-            case "function":
-                [name] = _names([choice], names, "tool_choice")
-                chosen = {"type": "function", "function": {"name": name}}
-            case "allowed_tools":
-                names = _names(choice.get("tools"), names, "tool_choice.tools")
-                chosen = choice.get("mode")
-                if chosen not in ("auto", "required"):
-                    raise InvalidRequest("`mode` must be auto or required.", param="tool_choice.mode")
-            case kind:
-                message = f"Tools of type {str(kind)[:40]!r} are not supported."
-                raise InvalidRequest(message, code="unsupported_parameter", param="tool_choice.type")
-    elif choice not in (None, "none", "auto", "required"):
-        raise InvalidRequest("`tool_choice` must be none, auto, required or an object.", param="tool_choice")
-    if not tools:
-        if chosen not in (None, "none", "auto"):
-            raise InvalidRequest("`tool_choice` needs `tools`.", param="tool_choice")
-        return {}
-    listed = [_chat_tool(tool) for tool in tools if tool["name"] in names]
-    return {"tools": listed} if chosen is None else {"tools": listed, "tool_choice": chosen}
-
-
-def _names(written: object, known: set[str], where: str) -> set[str]:
-    tools = written if isinstance(written, list) else []
-    names = {str(tool.get("name")) if isinstance(tool, Mapping) else "" for tool in tools}
-    if not names or not names <= known:
-        raise InvalidRequest("`tool_choice` names a function that is not in `tools`.", param=where)
-    return names
-
-
-def _chat_tool(tool: Mapping[str, Any]) -> Message:
-    function = {name: value for name, value in tool.items() if name != "type" and value is not None}
-    return {"type": "function", "function": function}
-
-
 def _chat_format(written: object) -> Mapping[str, Any]:
     if written is None:
         return {}
@@ -443,7 +293,7 @@ def _chat_format(written: object) -> Mapping[str, Any]:
         case "json_object":
             return {"response_format": {"type": "json_object"}}
         case "json_schema":
-            if not _text(written, "name", "text.format.name"):
+            if not text_of(written, "name", "text.format.name"):
                 raise InvalidRequest("A format needs a `name`.", param="text.format.name")
             if not isinstance(written.get("schema"), Mapping):
                 raise InvalidRequest("A format needs a `schema`, an object.", param="text.format.schema")
