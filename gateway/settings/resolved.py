@@ -1,6 +1,5 @@
 """A validated configuration: the settings that `app.py` reads."""
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,16 +10,17 @@ from gateway.core.errors import ConfigError
 from gateway.core.policy import Policy
 from gateway.core.profile import EngineFlags, Profile
 from gateway.core.swap_policy import SwapRules, Trigger
-from gateway.core.webhooks import WebhookEndpoint, read_secret
+from gateway.core.webhooks import WebhookEndpoint
 from gateway.settings.addresses import Address, address, overlap
 from gateway.settings.document import Document
-from gateway.settings.files import file_fault
+from gateway.settings.named import Named
 from gateway.settings.policies import policy_of
 from gateway.settings.problems import Finding, Problem
-from gateway.settings.secrets import SecretMissing, SecretRef, carried, digest
+from gateway.settings.secrets import SecretMissing, SecretRef, digest, read_headers, read_signing_keys
 from gateway.settings.sections.service import StoreSection
 from gateway.settings.sections.site_profiles import resolve
-from gateway.settings.tls import BackendTls, store_faults, tls_fault
+from gateway.settings.tls import BackendTls
+from gateway.settings.unmet import findings
 from gateway.settings.yaml_tree import Path as TreePath
 from gateway.settings.yaml_tree import Tree
 
@@ -66,14 +66,12 @@ class Settings:
     @property
     def vocab(self) -> Path | None:
         """The vocabulary file; None if prompts are counted approximately."""
-        return self._file(self.document.tokenizer.vocab)
+        return self._named.vocab
 
     @property
     def jobs_folder(self) -> Path | None:
         """The data folder of an embedded store for jobs; None if none is needed."""
-        if self.document.jobs is None or self.document.store is not None:
-            return None
-        return self._file(self.document.jobs.data_dir)
+        return self._named.jobs_folder
 
     def with_jobs_at(self, url: str) -> "Settings":
         """Return these settings with jobs stored at `url`, if the file names no store.
@@ -179,7 +177,7 @@ class Settings:
 
     def launch_record(self, name: str) -> Path | None:
         """Return the file for the hashes of a box's launch commands, or None."""
-        return self._file(self.document.boxes[name].launch_record)
+        return self._named.file(self.document.boxes[name].launch_record)
 
     def box_token(self, name: str, member: str, environ: Mapping[str, str]) -> str | None:
         """Return the token for requests that start and stop a model, or None.
@@ -187,9 +185,7 @@ class Settings:
         Raises:
             ConfigError: the named secret does not exist.
         """
-        http = self.document.boxes[name].backends[member].http
-        secret = None if http is None or http.token_env is None else SecretRef(http.token_env)
-        return _read(secret, f"box {name}, {member}", environ)
+        return _read(self._named.box_token(name, member), f"box {name}, {member}", environ)
 
     # -------------------------------------------------------------- secrets
 
@@ -199,7 +195,7 @@ class Settings:
         Raises:
             ConfigError: the named secret does not exist.
         """
-        return _read(self._backend_secret(backend_id), f"backend {backend_id}", environ)
+        return _read(self._named.backend_key(backend_id), f"backend {backend_id}", environ)
 
     def key_digests(self, environ: Mapping[str, str]) -> Mapping[str, bytes] | None:
         """Return the SHA-256 of callers' keys by name; None if no keys are required.
@@ -214,8 +210,7 @@ class Settings:
             if section.sha256 is not None:
                 digests[name] = bytes.fromhex(section.sha256)
             else:
-                secret = SecretRef(section.env, self._file(section.file))
-                digests[name] = digest(_read(secret, f"key {name}", environ) or "")
+                digests[name] = digest(_read(self._named.key(name), f"key {name}", environ) or "")
         return digests
 
     def webhooks(self, environ: Mapping[str, str]) -> tuple[WebhookEndpoint, ...]:
@@ -227,7 +222,7 @@ class Settings:
         endpoints = []
         for name, section in self.document.webhooks.items():
             try:
-                secrets = _read_all(self._webhook_secret(name), environ)
+                secrets = read_signing_keys(self._named.webhook_secret(name), environ)
             except (SecretMissing, ValueError) as error:
                 raise ConfigError(f"webhook {name}: {error}") from error
             keys = None if section.keys is None else frozenset(section.keys)
@@ -239,7 +234,7 @@ class Settings:
     @property
     def decisions_file(self) -> Path | None:
         """The file of the decision log; None: no decision log."""
-        return None if self.document.decisions is None else self._file(self.document.decisions.file)
+        return self._named.decisions_file
 
     def otlp_headers(self, environ: Mapping[str, str]) -> Mapping[str, str]:
         """Return the headers for the OpenTelemetry receiver.
@@ -248,23 +243,13 @@ class Settings:
             ConfigError: the named secret does not exist, or is invalid.
         """
         try:
-            return _headers(self._otlp_secret(), environ)
+            return read_headers(self._named.otlp_headers, environ)
         except (SecretMissing, ValueError) as error:
             raise ConfigError(f"telemetry: {error}") from error
 
-    def _otlp_secret(self) -> SecretRef | None:
-        otlp = self.document.telemetry.otlp
-        return None if otlp is None or otlp.headers_env is None else SecretRef(otlp.headers_env)
-
     def tls(self, backend_id: str) -> BackendTls:
         """Return the TLS settings of a backend."""
-        section = self.document.backends[backend_id].tls
-        return BackendTls(
-            self._file(section.ca_file),
-            section.verify,
-            self._file(section.cert_file),
-            self._file(section.key_file),
-        )
+        return self._named.tls(backend_id)
 
     def unmet(self, environ: Mapping[str, str]) -> tuple[Problem, ...]:
         """Return everything the file refers to that is missing or unusable on this machine: variables, key
@@ -272,7 +257,8 @@ class Settings:
 
         These are warnings for `check`, which may run elsewhere; `serve` does not start with any of them.
         """
-        return tuple(sorted(self._unmet(environ)))
+        found = findings(self._named, environ)
+        return tuple(sorted(one.placed(str(self.path), self.tree) for one in found))
 
     def require(self, environ: Mapping[str, str]) -> None:
         """Check that everything the file refers to exists.
@@ -283,102 +269,9 @@ class Settings:
         if unmet := self.unmet(environ):
             raise ConfigError("\n".join(str(problem) for problem in unmet))
 
-    def _unmet(self, environ: Mapping[str, str]) -> Iterator[Problem]:
-        for path, secret in self._secrets():
-            try:
-                found = secret.read(environ)
-            except SecretMissing as error:
-                yield self.problem(path, str(error))
-            else:
-                # A caller's key is only compared; but one with a line break, say, is in no request.
-                if not (found.isprintable() if path[0] == "keys" else carried(found)):
-                    where = secret.file or "it"
-                    yield self.problem(path, f"{where} has a character that no header can carry")
-        for name, section in self.document.webhooks.items():
-            try:
-                _read_all(self._webhook_secret(name), environ)
-            except (SecretMissing, ValueError) as error:
-                kind = "secret_file" if section.secret_env is None else "secret_env"
-                yield self.problem(("webhooks", name, kind), str(error))
-        try:
-            _headers(self._otlp_secret(), environ)
-        except (SecretMissing, ValueError) as error:
-            yield self.problem(("telemetry", "otlp", "headers_env"), str(error))
-        yield from self._unmet_files()
-
-    def _unmet_files(self) -> Iterator[Problem]:
-        for path, file in self._files():
-            if fault := file_fault(file):
-                is_to_make = path[0] == "tokenizer" and not os.path.exists(file)
-                yield self.problem(
-                    path, f"{fault}: `gemma-gateway vocab build` makes it" if is_to_make else fault
-                )
-        for name in self.document.backends:
-            tls = self.tls(name)
-            own = replace(tls, ca_file=None)
-            for key, one in (("ca_file", replace(tls, cert_file=None, key_file=None)), ("cert_file", own)):
-                if fault := tls_fault(one):
-                    yield self.problem(("backends", name, "tls", key), fault)
-        if self.document.store is not None:
-            for fault in store_faults(self.document.store.url):
-                yield self.problem(("store", "url"), fault)
-        yield from self._unmet_folders()
-
-    def _unmet_folders(self) -> Iterator[Problem]:
-        jobs = self.document.jobs
-        if self.jobs_folder is not None and jobs is not None:
-            place = "jobs", "data_dir"
-            if _is_homeless(jobs.data_dir):
-                yield self.problem(place, f"there is no home directory {Path(jobs.data_dir).parts[0]}")
-            elif os.path.exists(self.jobs_folder) and not os.path.isdir(self.jobs_folder):
-                yield self.problem(place, f"{self.jobs_folder} is not a folder")
-        if self.decisions_file is not None:
-            place = "decisions", "file"
-            if not os.path.isdir(self.decisions_file.parent):
-                yield self.problem(place, f"there is no folder {self.decisions_file.parent}")
-            elif os.path.isdir(self.decisions_file):
-                yield self.problem(place, f"{self.decisions_file} is a folder")
-
-    def _secrets(self) -> Iterator[tuple[TreePath, SecretRef]]:
-        for name, backend in self.document.backends.items():
-            secret = self._backend_secret(name)
-            if secret is not None:
-                yield (
-                    ("backends", name, "api_key_file" if backend.api_key_env is None else "api_key_env"),
-                    secret,
-                )
-        for name, box in self.document.boxes.items():
-            for member, one in box.backends.items():
-                if one.http is not None and one.http.token_env is not None:
-                    path = ("boxes", name, "backends", member, "http", "token_env")
-                    yield path, SecretRef(one.http.token_env)
-        for name, key in (self.document.keys or {}).items():
-            if key.sha256 is None:
-                kind = "file" if key.env is None else "env"
-                yield ("keys", name, kind), SecretRef(key.env, self._file(key.file))
-
-    def _files(self) -> Iterator[tuple[TreePath, Path]]:
-        if self.vocab is not None:
-            yield ("tokenizer", "vocab"), self.vocab
-        for name in self.document.backends:
-            tls = self.tls(name)
-            files = {"ca_file": tls.ca_file, "cert_file": tls.cert_file, "key_file": tls.key_file}
-            for key, file in files.items():
-                if file is not None:
-                    yield ("backends", name, "tls", key), file
-
-    def _backend_secret(self, backend_id: str) -> SecretRef | None:
-        section = self.document.backends[backend_id]
-        if section.api_key_env is None and section.api_key_file is None:
-            return None
-        return SecretRef(section.api_key_env, self._file(section.api_key_file))
-
-    def _webhook_secret(self, name: str) -> SecretRef:
-        section = self.document.webhooks[name]
-        return SecretRef(section.secret_env, self._file(section.secret_file))
-
-    def _file(self, written: str | None) -> Path | None:
-        return None if written is None else self.path.parent / _at_home(Path(written))
+    @property
+    def _named(self) -> Named:
+        return Named(self.document, self.path.parent)
 
     # -------------------------------------------------------------- messages
 
@@ -390,18 +283,6 @@ class Settings:
     def summary(self) -> tuple[str, ...]:
         """A summary of the file in a few lines."""
         return tuple(_summary(self.document))
-
-
-def _at_home(path: Path) -> Path:
-    """Expand `~` and `~user`, if known; otherwise return the path unchanged."""
-    try:
-        return path.expanduser()
-    except RuntimeError:
-        return path
-
-
-def _is_homeless(written: str) -> bool:
-    return written.startswith("~") and _at_home(Path(written)) == Path(written)
 
 
 def _admin(text: str) -> str | None:
@@ -419,22 +300,6 @@ def _read(secret: SecretRef | None, whose: str, environ: Mapping[str, str]) -> s
         return secret.read(environ)
     except SecretMissing as error:
         raise ConfigError(f"{whose}: {error}") from error
-
-
-def _headers(secret: SecretRef | None, environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Parse the headers in a secret. Raises SecretMissing or ValueError."""
-    headers = {}
-    for pair in () if secret is None else secret.read(environ).split(","):
-        name, equals, value = (part.strip() for part in pair.partition("="))
-        if not name or not equals or not (name + value).isascii() or not (name + value).isprintable():
-            raise ValueError("headers are written as name=value,name=value")
-        headers[name] = value
-    return headers
-
-
-def _read_all(secret: SecretRef, environ: Mapping[str, str]) -> tuple[bytes, ...]:
-    """Parse a secret with one or several keys. Raises SecretMissing or ValueError."""
-    return tuple(read_secret(one) for one in secret.read(environ).split())
 
 
 def _summary(document: Document) -> Iterator[str]:

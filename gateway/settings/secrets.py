@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gateway.core.value import valueclass
+from gateway.core.webhooks import read_secret
 from gateway.settings.files import read
 
 _USUAL_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
@@ -57,3 +58,29 @@ def carried(secret: str) -> bool:
 def digest(secret: str) -> bytes:
     """Return the SHA-256 of a key, which is what the gateway stores and compares."""
     return hashlib.sha256(secret.encode()).digest()
+
+
+def read_headers(secret: SecretRef | None, environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the headers in a secret.
+
+    Raises:
+        SecretMissing: it does not exist.
+        ValueError: it is invalid.
+    """
+    headers = {}
+    for pair in () if secret is None else secret.read(environ).split(","):
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not name or not equals or not (name + value).isascii() or not (name + value).isprintable():
+            raise ValueError("headers are written as name=value,name=value")
+        headers[name] = value
+    return headers
+
+
+def read_signing_keys(secret: SecretRef, environ: Mapping[str, str]) -> tuple[bytes, ...]:
+    """Return the keys in a secret, one or several.
+
+    Raises:
+        SecretMissing: it does not exist.
+        ValueError: one is invalid.
+    """
+    return tuple(read_secret(one) for one in secret.read(environ).split())
