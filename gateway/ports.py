@@ -1,4 +1,4 @@
-"""The pipeline's interfaces to the outside, as Protocols. They are implemented by adapters only.
+"""The interfaces to the outside, as Protocols, ordered by subject. They are implemented by adapters only.
 
 Each port method is documented here, once. The errors named are those of core/errors.py.
 """
@@ -45,6 +45,30 @@ from gateway.core.value import valueclass
 from gateway.core.webhooks import Delivery, WebhookEndpoint, WebhookEvent
 
 Headers = Sequence[tuple[bytes, bytes]]
+
+
+class Clock(Protocol):
+    """Time, injected so that tests and replays can control it."""
+
+    def now(self) -> float:
+        """Return monotonic seconds; only differences are meaningful."""
+
+    def wall(self) -> float:
+        """Return seconds since the epoch."""
+
+
+class Recorder(Protocol):
+    """Records attempts and requests. Never raises, never blocks."""
+
+    def attempt(self, record: AttemptRecord) -> None:
+        """Record an attempt on a backend. By default, it is recorded with its request only."""
+        return
+
+    def finished(self, record: RequestRecord) -> None:
+        """Record the end of a request, successful or not."""
+
+
+# ------------------------------------------------------------------ a request, and both sides of its relay
 
 
 @valueclass(frozen=True, slots=True)
@@ -100,89 +124,6 @@ class Incoming(Protocol):
 
     def body_for(self, served_model: str, changes: Changes = NO_CHANGES) -> bytes:
         """Return the body for a backend: as received, except for members the gateway owns and `changes`."""
-
-
-class Clock(Protocol):
-    """Time, injected so that tests and replays can control it."""
-
-    def now(self) -> float:
-        """Return monotonic seconds; only differences are meaningful."""
-
-    def wall(self) -> float:
-        """Return seconds since the epoch."""
-
-
-class Estimator(Protocol):
-    """Counts prompt tokens. Implemented by gateway/tokenizer."""
-
-    async def estimate(self, prompt: Prompt, costs: TemplateCosts, limit_tokens: int) -> Estimate:
-        """Return the prompt length, including the chat template.
-
-        Small prompts are counted inline, large ones in a bounded thread pool. Never raises because of the
-        text. Counting stops as soon as the prompt certainly exceeds `limit_tokens` (the largest window of
-        the fleet); the result then has `CountMode.BOUND` and `tokens > limit_tokens`.
-
-        Raises:
-            AtCapacity: too many large prompts are queued for counting.
-        """
-
-    def observe(self, estimate: Estimate, actual_tokens: int) -> None:
-        """Learn from a backend's own `usage.prompt_tokens` for a prompt estimated earlier.
-
-        Only a prompt for which `estimation.is_plain` holds says anything about how well text is counted.
-        """
-
-
-@valueclass(frozen=True, slots=True)
-class Slot:
-    """A place on a backend, acquired with `Ledger.acquire` and returned with `Ledger.release`."""
-
-    id: str
-    backend: str
-    load: Load  # what this slot occupies
-
-
-class Ledger(Protocol):
-    """Counts the load in flight. The only place where limits are checked, atomically.
-
-    Attributes:
-        is_local: Whether all counting happens in this process, without any communication.
-    """
-
-    is_local: bool
-
-    def load(self, backend_id: str) -> Load:
-        """Return a snapshot of the load in flight on a backend, possibly already stale."""
-
-    def others(self, backend_id: str) -> Load:
-        """Return the part of `load` held by other gateway processes, as last reported."""
-
-    async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
-        """Acquire a slot if the backend then stays within `limits`; else return which counter is full.
-
-        Counters are compared one by one, atomically with the acquisition. Never raises because of load.
-        """
-
-    def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
-        """`acquire` without communication. None: the backend is full, or communication is needed."""
-
-    async def answered(self, slot: Slot) -> None:
-        """Record the first token of a slot's request: its prefill work is no longer outstanding."""
-
-    async def release(self, slot: Slot) -> None:
-        """Release a slot. Idempotent."""
-
-    def release_at_once(self, slot: Slot) -> bool:
-        """`release` without communication. Returns False, and changes nothing, if that is not possible."""
-
-    def waits(self, backends: Collection[str]) -> None:
-        """Set the backends on which requests are waiting for capacity, replacing the previous set.
-
-        Only for these backends are releases by other processes reported at once.
-        """
-
-    def on_freed(self, callback: Callable[[str], None]) -> None:
-        """Register a callback that receives a backend's id whenever any process frees capacity there."""
 
 
 @valueclass(frozen=True, slots=True)
@@ -328,6 +269,95 @@ class Downstream(Protocol):
                 transform.resumed()
 
 
+# ------------------------------------------------------------------ prompts
+
+
+class Estimator(Protocol):
+    """Counts prompt tokens. Implemented by gateway/tokenizer."""
+
+    async def estimate(self, prompt: Prompt, costs: TemplateCosts, limit_tokens: int) -> Estimate:
+        """Return the prompt length, including the chat template.
+
+        Small prompts are counted inline, large ones in a bounded thread pool. Never raises because of the
+        text. Counting stops as soon as the prompt certainly exceeds `limit_tokens` (the largest window of
+        the fleet); the result then has `CountMode.BOUND` and `tokens > limit_tokens`.
+
+        Raises:
+            AtCapacity: too many large prompts are queued for counting.
+        """
+
+    def observe(self, estimate: Estimate, actual_tokens: int) -> None:
+        """Learn from a backend's own `usage.prompt_tokens` for a prompt estimated earlier.
+
+        Only a prompt for which `estimation.is_plain` holds says anything about how well text is counted.
+        """
+
+
+class SharedLearning(Protocol):
+    """Learned statistics about prompt counting, shared between gateways, in addition to `Estimator`."""
+
+    def learned(self) -> Learned:
+        """Return the statistics learned from this process's own answers."""
+
+    def note_learned(self, elsewhere: Learned) -> None:
+        """Apply the statistics learned by all other gateways, replacing those noted before."""
+
+
+# ------------------------------------------------------------------ backends
+
+
+@valueclass(frozen=True, slots=True)
+class Slot:
+    """A place on a backend, acquired with `Ledger.acquire` and returned with `Ledger.release`."""
+
+    id: str
+    backend: str
+    load: Load  # what this slot occupies
+
+
+class Ledger(Protocol):
+    """Counts the load in flight. The only place where limits are checked, atomically.
+
+    Attributes:
+        is_local: Whether all counting happens in this process, without any communication.
+    """
+
+    is_local: bool
+
+    def load(self, backend_id: str) -> Load:
+        """Return a snapshot of the load in flight on a backend, possibly already stale."""
+
+    def others(self, backend_id: str) -> Load:
+        """Return the part of `load` held by other gateway processes, as last reported."""
+
+    async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
+        """Acquire a slot if the backend then stays within `limits`; else return which counter is full.
+
+        Counters are compared one by one, atomically with the acquisition. Never raises because of load.
+        """
+
+    def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
+        """`acquire` without communication. None: the backend is full, or communication is needed."""
+
+    async def answered(self, slot: Slot) -> None:
+        """Record the first token of a slot's request: its prefill work is no longer outstanding."""
+
+    async def release(self, slot: Slot) -> None:
+        """Release a slot. Idempotent."""
+
+    def release_at_once(self, slot: Slot) -> bool:
+        """`release` without communication. Returns False, and changes nothing, if that is not possible."""
+
+    def waits(self, backends: Collection[str]) -> None:
+        """Set the backends on which requests are waiting for capacity, replacing the previous set.
+
+        Only for these backends are releases by other processes reported at once.
+        """
+
+    def on_freed(self, callback: Callable[[str], None]) -> None:
+        """Register a callback that receives a backend's id whenever any process frees capacity there."""
+
+
 class Fleet(Protocol):
     """The health of all backends, and the sink for the outcomes of attempts."""
 
@@ -336,6 +366,50 @@ class Fleet(Protocol):
 
     def report(self, backend_id: str, outcome: Outcome, detail: str, started_at: float) -> None:
         """Report the outcome of an attempt on a backend; `started_at`: monotonic seconds."""
+
+
+class SharedHealth(Protocol):
+    """Health information shared between gateways, in addition to `Fleet`."""
+
+    def attempts(self) -> Mapping[str, Attempts]:
+        """Return this process's successes and failures per backend that had any."""
+
+    def verdicts(self) -> Mapping[str, Verdict]:
+        """Return this process's verdicts on backends, derived from its own requests."""
+
+    def hear(self, backend_id: str, told: PeerVerdict | PeerAttempts) -> None:
+        """Apply another gateway's report on a backend. Backends that are not configured are ignored."""
+
+
+class PrefixIndex(Protocol):
+    """Remembers which backends have cached which conversation prefixes."""
+
+    def held(self, prefixes: Prefixes) -> Mapping[str, float]:
+        """Return, per backend id, the share (0..1) of this conversation's bytes that it has cached."""
+
+    def remember(
+        self, prefixes: Prefixes, backend_id: str, prompt_tokens: int, now: float, *, resumes_anywhere: bool
+    ) -> None:
+        """Record that a backend now, in monotonic seconds, has cached these prefixes of a prompt.
+
+        `resumes_anywhere`: see `core.health.EngineSample`.
+        """
+
+    def forget(self, backend_id: str) -> None:
+        """Record that a backend has nothing cached: its process has ended, or keeps no cache."""
+
+
+class SharedPrefixes(Protocol):
+    """Which backends hold which conversations, shared between gateways, in addition to `PrefixIndex`."""
+
+    def conversations(self, now: float) -> Conversations:
+        """Return where this process had long conversations answered lately; `now` in monotonic seconds."""
+
+    def hear(self, backend_id: str, key: int) -> None:
+        """Record that a backend has answered a conversation for another gateway."""
+
+
+# ------------------------------------------------------------------ boxes
 
 
 class BoxFleet(Protocol):
@@ -402,55 +476,62 @@ class BoxBoard(Protocol):
         """Release the ownership, so that another process can take over at once."""
 
 
-class SharedHealth(Protocol):
-    """Health information shared between gateways, in addition to `Fleet`."""
-
-    def attempts(self) -> Mapping[str, Attempts]:
-        """Return this process's successes and failures per backend that had any."""
-
-    def verdicts(self) -> Mapping[str, Verdict]:
-        """Return this process's verdicts on backends, derived from its own requests."""
-
-    def hear(self, backend_id: str, told: PeerVerdict | PeerAttempts) -> None:
-        """Apply another gateway's report on a backend. Backends that are not configured are ignored."""
+# ------------------------------------------------------------------ what is stored for callers
 
 
-class SharedLearning(Protocol):
-    """Learned statistics about prompt counting, shared between gateways, in addition to `Estimator`."""
+class ResponseStore(Protocol):
+    """Stores responses as bytes, per owner, with an expiry.
 
-    def learned(self) -> Learned:
-        """Return the statistics learned from this process's own answers."""
+    An owner is the name of an API key, or None without API keys. Owners cannot see each other's responses.
+    The responses of one owner are bounded in bytes; those that expire first are evicted first.
+    """
 
-    def note_learned(self, elsewhere: Learned) -> None:
-        """Apply the statistics learned by all other gateways, replacing those noted before."""
+    async def put(self, owner: str | None, id: str, record: bytes, ttl_s: float) -> bool:
+        """Store a record under an id, replacing any previous one. False: it is too large.
 
-
-class PrefixIndex(Protocol):
-    """Remembers which backends have cached which conversation prefixes."""
-
-    def held(self, prefixes: Prefixes) -> Mapping[str, float]:
-        """Return, per backend id, the share (0..1) of this conversation's bytes that it has cached."""
-
-    def remember(
-        self, prefixes: Prefixes, backend_id: str, prompt_tokens: int, now: float, *, resumes_anywhere: bool
-    ) -> None:
-        """Record that a backend now, in monotonic seconds, has cached these prefixes of a prompt.
-
-        `resumes_anywhere`: see `core.health.EngineSample`.
+        Raises:
+            StoreUnavailable: the store does not respond. The record may or may not have been stored.
         """
 
-    def forget(self, backend_id: str) -> None:
-        """Record that a backend has nothing cached: its process has ended, or keeps no cache."""
+    async def get(self, owner: str | None, id: str) -> bytes | None:
+        """Return the record with that id; None if this owner has none.
+
+        Raises:
+            StoreUnavailable: the store does not respond.
+        """
+
+    async def delete(self, owner: str | None, id: str) -> bool:
+        """Delete a record. False: this owner has none with that id.
+
+        Raises:
+            StoreUnavailable: the store does not respond.
+        """
 
 
-class SharedPrefixes(Protocol):
-    """Which backends hold which conversations, shared between gateways, in addition to `PrefixIndex`."""
+class IdempotencyStore(Protocol):
+    """Stores answers by idempotency key. All methods raise StoreUnavailable if the store does not respond.
 
-    def conversations(self, now: float) -> Conversations:
-        """Return where this process had long conversations answered lately; `now` in monotonic seconds."""
+    A running request holds its key with a lease, which expires unless renewed. The answers of one owner are
+    bounded in bytes; those that expire first are evicted first.
+    """
 
-    def hear(self, backend_id: str, key: int) -> None:
-        """Record that a backend has answered a conversation for another gateway."""
+    async def begin(self, claim: IdempotencyClaim, lease_s: float) -> bytes | KeyState:
+        """Acquire a key (BEGUN), or return the answer stored under it, or why neither is possible.
+
+        If the store does not respond, the key is released as soon as it does, if that is soon.
+        """
+
+    async def renew(self, claim: IdempotencyClaim, lease_s: float) -> bool:
+        """Renew the lease on a key. False: another runner has the key."""
+
+    async def keep(self, claim: IdempotencyClaim, answer: bytes, ttl_s: float) -> None:
+        """Store an answer that is not too large, and release the key. Does nothing if another has the key."""
+
+    async def free(self, claim: IdempotencyClaim) -> None:
+        """Release a key, so that the next request runs again. Does nothing if another runner has the key."""
+
+    async def aclose(self) -> None:
+        """Close all connections. Never raises."""
 
 
 class JobStore(Protocol):
@@ -728,32 +809,6 @@ class BatchStore(Protocol):
         """Close all connections. Never raises."""
 
 
-class IdempotencyStore(Protocol):
-    """Stores answers by idempotency key. All methods raise StoreUnavailable if the store does not respond.
-
-    A running request holds its key with a lease, which expires unless renewed. The answers of one owner are
-    bounded in bytes; those that expire first are evicted first.
-    """
-
-    async def begin(self, claim: IdempotencyClaim, lease_s: float) -> bytes | KeyState:
-        """Acquire a key (BEGUN), or return the answer stored under it, or why neither is possible.
-
-        If the store does not respond, the key is released as soon as it does, if that is soon.
-        """
-
-    async def renew(self, claim: IdempotencyClaim, lease_s: float) -> bool:
-        """Renew the lease on a key. False: another runner has the key."""
-
-    async def keep(self, claim: IdempotencyClaim, answer: bytes, ttl_s: float) -> None:
-        """Store an answer that is not too large, and release the key. Does nothing if another has the key."""
-
-    async def free(self, claim: IdempotencyClaim) -> None:
-        """Release a key, so that the next request runs again. Does nothing if another runner has the key."""
-
-    async def aclose(self) -> None:
-        """Close all connections. Never raises."""
-
-
 class WebhookStore(Protocol):
     """Stores events and their deliveries. All methods raise StoreUnavailable if the store does not respond.
 
@@ -792,43 +847,3 @@ class WebhookStore(Protocol):
 
     async def aclose(self) -> None:
         """Close all connections. Never raises."""
-
-
-class Recorder(Protocol):
-    """Records attempts and requests. Never raises, never blocks."""
-
-    def attempt(self, record: AttemptRecord) -> None:
-        """Record an attempt on a backend. By default, it is recorded with its request only."""
-        return
-
-    def finished(self, record: RequestRecord) -> None:
-        """Record the end of a request, successful or not."""
-
-
-class ResponseStore(Protocol):
-    """Stores responses as bytes, per owner, with an expiry.
-
-    An owner is the name of an API key, or None without API keys. Owners cannot see each other's responses.
-    The responses of one owner are bounded in bytes; those that expire first are evicted first.
-    """
-
-    async def put(self, owner: str | None, id: str, record: bytes, ttl_s: float) -> bool:
-        """Store a record under an id, replacing any previous one. False: it is too large.
-
-        Raises:
-            StoreUnavailable: the store does not respond. The record may or may not have been stored.
-        """
-
-    async def get(self, owner: str | None, id: str) -> bytes | None:
-        """Return the record with that id; None if this owner has none.
-
-        Raises:
-            StoreUnavailable: the store does not respond.
-        """
-
-    async def delete(self, owner: str | None, id: str) -> bool:
-        """Delete a record. False: this owner has none with that id.
-
-        Raises:
-            StoreUnavailable: the store does not respond.
-        """
