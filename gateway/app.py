@@ -32,7 +32,6 @@ from gateway.core.health import (
     has_ended,
     lost,
 )
-from gateway.core.jobs import lane_of
 from gateway.core.load import Load
 from gateway.core.policy import Policy
 from gateway.core.reloads import Reload
@@ -210,7 +209,7 @@ class Gateway:
                 (model.id, one.name): one.waiting.longest_wait_s for model, one in self.policy.classes()
             },
             served=lambda: {
-                (model.id, one.name): self.pipeline.can_run_lane(lane_of(model.id, one.name))
+                (model.id, one.name): self.pipeline.view.can_serve(self.policy, one)
                 for model, one in self.policy.classes()
             },
             wants=lambda: line.wants(self.policy.backends),
@@ -304,7 +303,8 @@ class Gateway:
             settings=lambda: self.settings,
             policy=lambda: self.policy,
             reloader=self.reloader,
-            pipeline=self.pipeline,
+            view=self.pipeline.view,
+            line=line,
             estimator=self.estimator,
             journal=self.journal,
             clock=self.clock,

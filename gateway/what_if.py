@@ -15,13 +15,13 @@ from gateway.core.request import Endpoint, Estimate, Request
 from gateway.core.request_features import matched_headers
 from gateway.core.selection import BackendView
 from gateway.core.value import valueclass
-from gateway.core.waiting import Ticket, fastest_prefill_s
+from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s
 from gateway.downstream import response_requests, wire
 from gateway.downstream.explain_routes import Question, RequestForgotten
 from gateway.downstream.operator_json import indented
 from gateway.downstream.reading import Received
 from gateway.parts import wire_rules
-from gateway.pipeline import Pipeline, patience_s
+from gateway.pipeline import FleetView, patience_s
 from gateway.ports import Arrival, Clock, Estimator
 from gateway.reload import Reloader
 from gateway.settings import Settings
@@ -195,7 +195,8 @@ class WhatIf:
         settings: Callable[[], Settings],
         policy: Callable[[], Policy],
         reloader: Reloader,
-        pipeline: Pipeline,
+        view: FleetView,
+        line: WaitingLine,
         estimator: Estimator,
         journal: Journal,
         clock: Clock,
@@ -204,7 +205,8 @@ class WhatIf:
         self._settings = settings
         self._policy = policy
         self._reloader = reloader
-        self._pipeline = pipeline
+        self._view = view
+        self._line = line
         self._estimator = estimator
         self._journal = journal
         self._clock = clock
@@ -244,7 +246,7 @@ class WhatIf:
         model = deciding.model_of(policy, request.model)
         prompt = deciding.prompt_of(policy, asked.incoming)
         estimate = await self._estimator.estimate(prompt, model.template, policy.window_tokens)
-        views, notes = self._views(policy, self._pipeline.prefix_shares(request.prefixes))
+        views, notes = self._views(policy, self._view.held(self._policy(), request.prefixes))
         wait_s = None if asked.is_background else patience_s(request.headers)
         found = self._decided(policy, request, estimate, views, wait_s, is_background=asked.is_background)
         told = (*found.notes, *asked.notes, *notes)
@@ -279,7 +281,7 @@ class WhatIf:
         self, policy: Policy, held: Mapping[str, float]
     ) -> tuple[Mapping[str, BackendView], tuple[str, ...]]:
         """Return the current state of a policy's backends, and notes on what is unknown about them."""
-        known, idle = self._pipeline.snapshots(held), deciding.idle(policy)
+        known, idle = self._view.for_operators(self._policy(), held), deciding.idle(policy)
         views, unknown = {}, []
         for name, backend in policy.backends.items():
             view = known.get(name)
@@ -315,7 +317,7 @@ class WhatIf:
         views: Mapping[str, BackendView],
         wait_s: float | None,
     ) -> Outlook:
-        decision, line, now = found.decision, self._pipeline.room.line, self._clock.now()
+        decision, line, now = found.decision, self._line, self._clock.now()
         model = deciding.model_of(policy, decision.model)
         (its,) = (one for one in model.classes if one.name == decision.traffic_class)
         limits_s = [] if found.is_queued else [its.waiting.longest_wait_s]

@@ -4,6 +4,7 @@ Only this package knows the order of the steps. It depends on ports and pure fun
 """
 
 from gateway.pipeline.caller import CallerStalled, patience_s
+from gateway.pipeline.fleet_view import FleetView
 from gateway.pipeline.peers import Peers
 from gateway.pipeline.pipeline import Pipeline
 from gateway.pipeline.request_context import LEFT_STATUS
@@ -13,6 +14,7 @@ __all__ = [
     "LEFT_STATUS",
     "BackendWatch",
     "CallerStalled",
+    "FleetView",
     "Peers",
     "Pipeline",
     "BackendSnapshot",

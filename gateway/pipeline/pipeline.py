@@ -9,18 +9,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from types import MappingProxyType
 
 import anyio
 from anyio.abc import TaskGroup
 
 from gateway.cohort import Cohort
 from gateway.core import classification, deciding
-from gateway.core.admission import WHOLE
-from gateway.core.backends import Backend
-from gateway.core.box_demand import class_of, servers
+from gateway.core.box_demand import class_of
 from gateway.core.count_check import CountTracker
-from gateway.core.decision import Candidate, Decision, Exclusion, Objection
+from gateway.core.decision import Candidate, Decision, Objection
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import (
     NOTHING_RAN,
@@ -38,12 +35,11 @@ from gateway.core.errors import (
     let_go,
 )
 from gateway.core.estimation import is_plain
-from gateway.core.health import BackendStatus, Outcome, State, served_name
+from gateway.core.health import Outcome, served_name
 from gateway.core.jobs import Serving, model_and_class
-from gateway.core.load import Load
 from gateway.core.policy import ModelPolicy, Policy, TemplateCosts, TrafficClass
-from gateway.core.request import Endpoint, Estimate, Prefixes, Prompt
-from gateway.core.selection import CACHED_MIN_TOKENS, BackendView, unavailable_reason
+from gateway.core.request import Endpoint, Estimate, Prompt
+from gateway.core.selection import CACHED_MIN_TOKENS
 from gateway.core.usage import Ending
 from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s, patient
 from gateway.pipeline.attempt import Attempt
@@ -51,6 +47,7 @@ from gateway.pipeline.caller import SSE_HEADERS, CallerStalled, KeepAlive, patie
 from gateway.pipeline.deadline import Deadlines
 from gateway.pipeline.failures import Failures
 from gateway.pipeline.first_tokens import FirstTokens
+from gateway.pipeline.fleet_view import FleetView
 from gateway.pipeline.request_context import RequestContext
 from gateway.pipeline.waiting_room import PolicyChanged, WaitingRoom
 from gateway.pipeline.watch import BackendWatch
@@ -75,15 +72,13 @@ NO_WAIT_S = 0.001
 may take as long."""
 
 _NO_FAILURES: frozenset[str] = frozenset()
-_NO_SHARES: Mapping[str, float] = MappingProxyType({})
-_NO_WAITERS: Mapping[str, int] = MappingProxyType({})
-_NO_OFFERS: Mapping[str, Load] = MappingProxyType({})
 
 
 class Pipeline:
     """Runs requests. One per process; per-request state ends with the request.
 
     Attributes:
+        view: The fleet as decisions see it.
         room: Where requests queue. Its `run` must be running while requests are served.
         watch: Per-backend measurements. Its `run` must be running too.
         first_tokens: Predicts first tokens that cannot be observed. Its `run` must be running too.
@@ -117,22 +112,28 @@ class Pipeline:
         self._policy = policy
         self._estimator = estimator
         self._ledger = ledger
-        self._fleet = fleet
         self._upstream = upstream
         self._prefixes = prefixes
         self._drift = drift
-        self._counts = counts
         self._recorder = recorder
         self._clock = clock
-        self._objections = objections
         self._running: dict[str, set[Attempt]] = {}
         self._deadlines: Deadlines | None = None  # of the event loop in which requests run
-        self._newest = policy()
-        self._members_of: dict[tuple[str, ...], Mapping[str, Backend]] = {}  # by pools, for the newest policy
         self.cohort = cohort
         self.watch = watch
-        self.room = WaitingRoom(line, ledger, lambda: self._views(self._newest.backends), clock, self.cohort)
-        self._failures = Failures(fleet, clock, self.room.look)
+        self._failures = Failures(fleet, clock, lambda: self.room.look())
+        self.view = FleetView(
+            policy(),
+            fleet=fleet,
+            ledger=ledger,
+            watch=watch,
+            counts=counts,
+            prefixes=prefixes,
+            objections=objections,
+            failures=self._failures,
+            line=line,
+        )
+        self.room = WaitingRoom(line, ledger, self.view.for_line, clock, cohort)
         watch.on_share_raised(self.room.look)
         self.first_tokens = FirstTokens(ledger, clock)
         self._is_ending = False  # a cancelled request does not mean that its caller has left
@@ -208,7 +209,7 @@ class Pipeline:
 
         Backends that the new policy removes are forgotten, and receive no further requests.
         """
-        self._use(self._policy())
+        self.view.use(self._policy())
         self.room.redecide()
 
     def serving(self) -> Serving:
@@ -219,21 +220,11 @@ class Pipeline:
 
     def can_run_lane(self, lane: str) -> bool:
         """Return whether a backend for a lane of jobs is up, or can be swapped in by its box."""
-        policy, statuses, objections = self._policy(), self._fleet.statuses(), self._objections()
+        policy = self._policy()
         traffic_class, model = class_of(policy, lane), policy.model(model_and_class(lane)[0])
         # If the class no longer exists here, the job is classified again when it runs.
         classes = (traffic_class,) if traffic_class else model.classes if model else ()
-        for name in frozenset[str]().union(*(servers(policy, one) for one in classes)):
-            status, objection = statuses.get(name, _UNKNOWN), objections.get(name)
-            if objection is not None:
-                if objection[0] is Exclusion.SWAPPED_OUT:
-                    return True
-                continue  # in quarantine, or its box has failed: no swap brings it in
-            if status.state is State.UNKNOWN:
-                return True
-            if unavailable_reason(policy.backends[name], status) is None:
-                return True
-        return False
+        return any(self.view.can_serve(policy, one) for one in classes)
 
     def may_queue(self, model: str) -> bool:
         """Return whether any class of a model queues its chats as jobs."""
@@ -278,17 +269,6 @@ class Pipeline:
         decision, ticket = self._ticket(policy, model, incoming, estimate)
         self._check_fit(decision, ticket)
         return decision
-
-    def snapshots(self, prefix_shares: Mapping[str, float] = _NO_SHARES) -> Mapping[str, BackendView]:
-        """Return the backends of the current policy as a decision would see them now.
-
-        `prefix_shares`: per backend, the share of the conversation that it has already processed.
-        """
-        return self._views(self._policy().backends, prefix_shares, self.room.line.long_waiting())
-
-    def prefix_shares(self, prefixes: Prefixes) -> Mapping[str, float]:
-        """Return, per backend, the share (0..1) of a conversation that it has already processed."""
-        return self._held(self._policy(), prefixes)
 
     def end(self) -> None:
         """End all requests, because this process is shutting down: each caller is told, and may retry.
@@ -395,7 +375,7 @@ class Pipeline:
                     unfit |= {candidate.backend}
                 if not context.policy.retry.allows_more(len(context.attempts), context.crashes):
                     raise failure from None
-                held = self._held(context.policy, context.incoming.request.prefixes)
+                held = self.view.held(context.policy, context.incoming.request.prefixes)
                 ticket = replace(ticket, failed=ticket.failed | {candidate.backend}, prefix_shares=held)
             else:
                 context.ending = Ending.COMPLETED
@@ -460,15 +440,8 @@ class Pipeline:
         self, policy: Policy, model: ModelPolicy, incoming: Incoming, estimate: Estimate
     ) -> tuple[Decision, Ticket]:
         request, arrival = incoming.request, incoming.arrival
-        held = self._held(policy, request.prefixes)
-        if policy is not self._newest:
-            self._use(policy)
-        line = self.room.line
-
-        def views(traffic_class: TrafficClass) -> Mapping[str, BackendView]:
-            members = self._members(policy, traffic_class)
-            return self._views(members, held, line.long_waiting(), line.offered())
-
+        held = self.view.held(policy, request.prefixes)
+        views = partial(self.view.of_class, policy, held)
         traffic_class, decision = deciding.decide(policy, model, request, estimate, views)
         demand = decision.demand
         wait_s = patience_s(request.headers)
@@ -491,56 +464,6 @@ class Pipeline:
             held,
         )
 
-    def _use(self, policy: Policy) -> None:
-        """Make a policy the newest one."""
-        self._newest = policy
-        self._members_of.clear()
-
-    def _held(self, policy: Policy, prefixes: Prefixes) -> Mapping[str, float]:
-        return self._prefixes.held(prefixes) if policy.weights.prefix_affinity else _NO_SHARES
-
-    def _members(self, policy: Policy, traffic_class: TrafficClass) -> Mapping[str, Backend]:
-        """Return the backends in the pools of a class. `policy` must be the newest one."""
-        members = self._members_of.get(traffic_class.pools)
-        if members is None:
-            names = policy.backends_of(traffic_class)
-            members = self._members_of[traffic_class.pools] = {name: policy.backends[name] for name in names}
-        return members
-
-    def _views(
-        self,
-        backends: Mapping[str, Backend],
-        held: Mapping[str, float] = _NO_SHARES,
-        long_waiting: Mapping[str, int] = _NO_WAITERS,
-        offered: Mapping[str, Load] = _NO_OFFERS,
-    ) -> Mapping[str, BackendView]:
-        """Return snapshots of backends. The waiting line adds its own queue and open offers to them."""
-        statuses, load_of, shares_max = self._fleet.statuses(), self._ledger.load, self.watch.shares_max()
-        kv_taken, objections = self._counts.kv_taken, self._objections()
-        if self._failures.doubts.rows:
-            statuses, objections = self._failures.doubting(self._newest, statuses, objections)
-        views: dict[str, BackendView] = {}
-        if not (kv_taken or long_waiting or objections or shares_max):  # the usual case
-            for name, backend in backends.items():
-                status = statuses.get(name, _UNKNOWN)
-                views[name] = BackendView(backend, load_of(name), status, held.get(name, 0.0))
-        else:
-            for name, backend in backends.items():
-                views[name] = BackendView(
-                    backend,
-                    load_of(name),
-                    statuses.get(name, _UNKNOWN),
-                    held.get(name, 0.0),
-                    shares_max.get(name, WHOLE),
-                    kv_taken.get(name, 0),
-                    long_waiting.get(name, 0),
-                    objections.get(name),
-                )
-        for name, claims in offered.items():
-            if (view := views.get(name)) is not None:
-                views[name] = replace(view, load=view.load + claims)
-        return views
-
     # -------------------------------------------------------------- admit
 
     def _check_fit(self, decision: Decision, ticket: Ticket) -> None:
@@ -551,7 +474,7 @@ class Pipeline:
         """
         if ticket.failed:
             return  # others could take it, and have failed: the waiting line reports that
-        views = self._views(ticket.policy.backends)
+        views = self.view.of(ticket.policy.backends)
         refusal = deciding.refusal(ticket.traffic_class, decision, views)
         if refusal is not None:
             raise refusal
@@ -577,11 +500,10 @@ class Pipeline:
         Raises as `Attempt.run`, and as `deciding.as_it_is_now`, of which nothing is reported.
         """
         backend = context.policy.backends[candidate.backend]
-        if context.policy is not self._newest:  # it was decided under a former policy
+        if context.policy is not self.view.newest:  # it was decided under a former policy
             backend = deciding.as_it_is_now(backend, self._policy(), ticket.model)
-        status = self._fleet.statuses().get(backend.id, _UNKNOWN)
         request = context.incoming.request
-        served = served_name(backend.model, status) or request.model
+        served = served_name(backend.model, self.view.status(backend.id)) or request.model
         if self._is_ending and not request.is_job:  # since it got the slot
             raise Draining
 
@@ -629,7 +551,7 @@ class Pipeline:
             self._failures.ended(context, backend, record)
 
     def _resumes_anywhere(self, backend_id: str) -> bool:
-        engine = self._fleet.statuses().get(backend_id, _UNKNOWN).engine
+        engine = self.view.status(backend_id).engine
         return engine is None or engine.resumes_anywhere
 
     def _learn(self, context: RequestContext, candidate: Candidate) -> None:
@@ -650,9 +572,6 @@ class Pipeline:
         """End a stream that failed after its headers were sent, with the error code of `context`."""
         with while_caller_reads():
             await context.downstream.fail(error, context.error_code)
-
-
-_UNKNOWN = BackendStatus()
 
 
 def _for_others(ticket: Ticket, policy: Policy) -> frozenset[str]:

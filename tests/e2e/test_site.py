@@ -673,7 +673,7 @@ async def test_what_somebody_else_runs_on_a_backend_is_seen(
             async with clients.http(base_url=running.admin_url) as client:
                 shown = (await client.get("/admin/backends")).json()["light-0"]["count_drift"]
                 metrics = (await client.get("/metrics")).text
-            view = running.gateway.pipeline._views(running.gateway.policy.backends)["light-0"]
+            view = running.gateway.pipeline.view.for_line()["light-0"]
         assert shown["kv_blocks_taken"] > 0
         assert 'gateway_count_drift_seqs{backend="light-0"} 1.0' in metrics
         assert view.kv_taken > 0

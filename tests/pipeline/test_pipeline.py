@@ -1578,10 +1578,10 @@ async def test_backends_that_left_are_not_looked_at_for_ever(world: World) -> No
 
 async def test_a_decision_sees_what_others_take_of_a_backend(world: World) -> None:
     world.counts.kv_taken["light-0"] = 5
-    assert world.pipeline.snapshots()["light-0"].kv_taken == 5
+    assert world.pipeline.view.for_operators(world.policy, {})["light-0"].kv_taken == 5
     world.counts.kv_taken.clear()
     world.pipeline.room.line.note_long_waiting({"light-0": 2})
-    assert world.pipeline.snapshots()["light-0"].long_waiting == 2
+    assert world.pipeline.view.for_operators(world.policy, {})["light-0"].long_waiting == 2
 
 
 @pytest.mark.parametrize(("queues", "may"), [((None, None), False), ((None, OnDisconnect.CANCEL), True)])
