@@ -55,7 +55,7 @@ from gateway.exiting import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, TOLD_S
 from gateway.jobs import QueueWatch, Revocations
 from gateway.live import Live
 from gateway.open_files import OpenFiles
-from gateway.pipeline import BackendWatch, Peers, Pipeline
+from gateway.pipeline import BackendWatch, JobQuestions, Peers, Pipeline
 from gateway.pipeline.box_controller import BoxController
 from gateway.ports import Recorder
 from gateway.reload import Reloader
@@ -241,7 +241,14 @@ class Gateway:
         self.revocations = Revocations()
         job_metrics = parts.job_metrics(self.metrics, self.queue, lambda: self.policy, self.clock)
         self.worker = parts.worker(
-            settings, self.name, self.jobs, self.pipeline, self.clock, job_metrics, self.tracing
+            settings,
+            self.name,
+            self.jobs,
+            self.pipeline,
+            JobQuestions(lambda: self.policy, self.pipeline.view, self.estimator),
+            self.clock,
+            job_metrics,
+            self.tracing,
         )
         self.batching = parts.batching(settings, self.revocations)
         self.applications = Applications(

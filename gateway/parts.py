@@ -36,7 +36,7 @@ from gateway.downstream.serving import new_request_id
 from gateway.downstream.wire import WireRules
 from gateway.events import about
 from gateway.jobs import BatchRules, BatchRunner, QueueWatch, Revocations, Worker, WorkerRules
-from gateway.pipeline import Pipeline
+from gateway.pipeline import JobQuestions, Pipeline
 from gateway.pipeline.box_controller import JOBS_SETTLE_S, SETTLE_S
 from gateway.ports import Arrival, IdempotencyStore, Recorder
 from gateway.settings import BackendTls, Settings
@@ -219,6 +219,7 @@ def worker(
     name: str,
     jobs: "RedisJobs | None",
     pipeline: Pipeline,
+    questions: JobQuestions,
     clock: SystemClock,
     metrics: JobMetrics | None,
     tracing: "Tracing | None",
@@ -250,10 +251,8 @@ def worker(
         if metrics is not None:
             metrics.attempt_ended(end)
 
-    serves, can_run_lane = pipeline.serving, pipeline.can_run_lane
-    return Worker(
-        jobs, name, read, pipeline.run, rules, serves, pipeline.tokens_of, can_run_lane, attempt_ended
-    )
+    serves, tokens_of, can_run_lane = pipeline.serving, questions.tokens_of, questions.can_run_lane
+    return Worker(jobs, name, read, pipeline.run, rules, serves, tokens_of, can_run_lane, attempt_ended)
 
 
 def batching(settings: Settings, revocations: Revocations) -> Batching | None:

@@ -5,6 +5,7 @@ Only this package knows the order of the steps. It depends on ports and pure fun
 
 from gateway.pipeline.caller import CallerStalled, patience_s
 from gateway.pipeline.fleet_view import FleetView
+from gateway.pipeline.job_questions import JobQuestions
 from gateway.pipeline.peers import Peers
 from gateway.pipeline.pipeline import Pipeline
 from gateway.pipeline.request_context import LEFT_STATUS
@@ -15,6 +16,7 @@ __all__ = [
     "BackendWatch",
     "CallerStalled",
     "FleetView",
+    "JobQuestions",
     "Peers",
     "Pipeline",
     "BackendSnapshot",

@@ -15,7 +15,6 @@ from anyio.abc import TaskGroup
 
 from gateway.cohort import Cohort
 from gateway.core import classification, deciding
-from gateway.core.box_demand import class_of
 from gateway.core.count_check import CountTracker
 from gateway.core.decision import Candidate, Decision, Objection
 from gateway.core.drift import DriftTracker
@@ -36,9 +35,9 @@ from gateway.core.errors import (
 )
 from gateway.core.estimation import is_plain
 from gateway.core.health import Outcome, served_name
-from gateway.core.jobs import Serving, model_and_class
-from gateway.core.policy import ModelPolicy, Policy, TemplateCosts, TrafficClass
-from gateway.core.request import Endpoint, Estimate, Prompt
+from gateway.core.jobs import Serving
+from gateway.core.policy import ModelPolicy, Policy, TrafficClass
+from gateway.core.request import Endpoint, Estimate
 from gateway.core.selection import CACHED_MIN_TOKENS
 from gateway.core.usage import Ending
 from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s, patient
@@ -63,9 +62,6 @@ from gateway.ports import (
     Slot,
     Upstream,
 )
-
-BYTES_PER_TOKEN = 4
-"""Approximate bytes per token of prose: 4.2 in docs/performance.md#how-it-is-measured."""
 
 NO_WAIT_S = 0.001
 """A request that got a slot in less than this counts as not having waited. A choice: a command to the store
@@ -218,14 +214,6 @@ class Pipeline:
         names = (one.names for one in policy.models)
         return Serving(policy.version, frozenset(chain.from_iterable(names)))
 
-    def can_run_lane(self, lane: str) -> bool:
-        """Return whether a backend for a lane of jobs is up, or can be swapped in by its box."""
-        policy = self._policy()
-        traffic_class, model = class_of(policy, lane), policy.model(model_and_class(lane)[0])
-        # If the class no longer exists here, the job is classified again when it runs.
-        classes = (traffic_class,) if traffic_class else model.classes if model else ()
-        return any(self.view.can_serve(policy, one) for one in classes)
-
     def may_queue(self, model: str) -> bool:
         """Return whether any class of a model queues its chats as jobs."""
         found = self._policy().model(model)
@@ -244,14 +232,6 @@ class Pipeline:
         estimate = await self._estimated(policy, model, incoming)
         matched = classification.classify(model, request, estimate)
         return None if matched is None else (matched[0], estimate)
-
-    async def tokens_of(self, text: str) -> int:
-        """Return the number of tokens of a text that a model wrote; roughly, if many others are counted."""
-        prompt, costs = Prompt(raw_texts=(text,)), TemplateCosts(bos=0)
-        try:
-            return (await self._estimator.estimate(prompt, costs, self._policy().window_tokens)).tokens
-        except ShedError:
-            return len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN
 
     async def decision_for(self, incoming: Incoming, estimate: Estimate | None = None) -> Decision:
         """Return the decision for a request without running it. `estimate`: see `run`.
