@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from math import inf
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import anyio
 import anyio.to_thread
@@ -50,9 +50,10 @@ from gateway.downstream.origins import Origins
 from gateway.downstream.relay import BodyLimits
 from gateway.downstream.routes import Applications, Operators
 from gateway.downstream.stored_responses import ResponseRetention
+from gateway.downstream.wire import WireRules
 from gateway.events import about
 from gateway.exiting import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, TOLD_S
-from gateway.jobs import QueueWatch, Revocations
+from gateway.jobs import Worker
 from gateway.live import Live
 from gateway.open_files import OpenFiles
 from gateway.pipeline import BackendWatch, JobQuestions, Peers, Pipeline
@@ -79,6 +80,10 @@ from gateway.upstream.probes import Prober
 from gateway.upstream.switches import BoxSwitch
 from gateway.views import Views
 from gateway.what_if import WhatIf
+
+if TYPE_CHECKING:
+    from gateway.job_parts import JobParts
+    from gateway.store.jobs import RedisJobs
 
 log = logging.getLogger("gateway.process")
 
@@ -149,7 +154,7 @@ class Gateway:
         line, self.counts, self.drift = WaitingLine(), CountTracker(), DriftTracker()
         watch = BackendWatch(lambda: self.policy, self.ledger, self.clock)
         self.board = parts.board(settings, self.name)
-        self.jobs = parts.jobs(settings)
+        job_store = parts.job_store(settings)
         self._switch = BoxSwitch(parts.members(settings, environ, backends, secrets, tls))
         self.boxes = BoxController(
             {name: settings.box_rules(name, parts.box_settle_s(settings)) for name in settings.box_members()},
@@ -160,7 +165,7 @@ class Gateway:
             fleet=self.fleet,
             ledger=self.ledger,
             line=line,
-            jobs=self.jobs,
+            jobs=job_store,
             policy=lambda: self.policy,
             clock=self.clock,
             on_change=lambda: self.pipeline.room.look(),
@@ -237,41 +242,21 @@ class Gateway:
             self._store.exchange.join(self.peers.facts, self.peers.hear)
         self.responses = parts.response_store(settings, self.clock)
         self.idempotency = parts.idempotency(settings, self.clock)
-        self.queue = None if self.jobs is None else QueueWatch(self.jobs, self.clock)
-        self.revocations = Revocations()
-        job_metrics = parts.job_metrics(self.metrics, self.queue, lambda: self.policy, self.clock)
-        self.worker = parts.worker(
-            settings,
-            self.name,
-            self.jobs,
-            self.pipeline,
-            JobQuestions(lambda: self.policy, self.pipeline.view, self.estimator),
-            self.clock,
-            job_metrics,
-            self.tracing,
-        )
-        self.batching = parts.batching(settings, self.revocations)
+        rules = parts.wire_rules(settings)
+        self.jobs = None if job_store is None else self._job_parts(job_store, rules, recorder)
         self.applications = Applications(
             pipeline=self.pipeline,
             policy=lambda: self.policy,
             keys=self.keys,
             origins=self.origins,
-            rules=parts.wire_rules(settings),
+            rules=rules,
             limits=BodyLimits(
                 settings.document.requests.max_body_bytes, settings.document.requests.body_timeout_s
             ),
             retention=ResponseRetention(self.responses, settings.document.responses.keep_s),
             idempotency=self.idempotency,
-            background=parts.background(
-                settings,
-                self.jobs,
-                self.pipeline,
-                self.clock,
-                self.boxes.away_s,
-                recorder,
-                self.revocations,
-            ),
-            batching=self.batching,
+            background=None if self.jobs is None else self.jobs.background,
+            batching=None if self.jobs is None else self.jobs.batching,
             readiness=self.readiness,
             recorder=recorder,
             clock=self.clock,
@@ -279,9 +264,6 @@ class Gateway:
             window_of=self._window_of,
         )
         self.chats: Chats | None = self.applications.chats  # None: all of them are handled by ASGI
-        self.batch_runner = parts.batch_runner(
-            settings, self.batching, self.jobs, self.applications.batch_lines
-        )
         self.reloader = Reloader(
             settings,
             environ,
@@ -319,7 +301,7 @@ class Gateway:
         self.operators = Operators(
             handlers=[
                 *config_handlers(self.reloader),
-                *job_handlers(self.jobs),
+                *job_handlers(job_store),
                 *self.console.handlers(),
                 *explain_handlers(what_if),
             ],
@@ -327,6 +309,25 @@ class Gateway:
             metrics=self.metrics.exposition,
             readiness=self._readiness_for_operators,
             names=settings.document.admin_names,
+        )
+
+    def _job_parts(self, store: "RedisJobs", rules: WireRules, recorder: Recorder) -> "JobParts":
+        from gateway.job_parts import JobParts
+
+        return JobParts(
+            self.settings,
+            self.name,
+            store,
+            policy=lambda: self.policy,
+            pipeline=self.pipeline,
+            questions=JobQuestions(lambda: self.policy, self.pipeline.view, self.estimator),
+            away_s=self.boxes.away_s,
+            read_line=lambda batch, line: self.applications.batch_lines.job(batch, line),
+            rules=rules,
+            recorder=recorder,
+            metrics=self.metrics,
+            tracing=self.tracing,
+            clock=self.clock,
         )
 
     def _prepare(self, settings: Settings) -> Callable[[], Awaitable[None]]:
@@ -430,15 +431,18 @@ class Gateway:
         return {"a_backend_is_up": up or self.boxes.can_serve_later}
 
     def _readiness_for_operators(self) -> Mapping[str, bool]:
-        if self.settings.is_job_worker and self.worker is not None:
+        if self.settings.is_job_worker and self.jobs is not None and self.jobs.worker is not None:
             return {
                 **self.readiness(),
-                "not_draining": not self.worker.is_draining,
-                "the_store_of_jobs_answers": bool(
-                    self.queue and self.queue.snapshot and not self.queue.snapshot.is_away
-                ),
+                "not_draining": not self.jobs.worker.is_draining,
+                "the_store_of_jobs_answers": self.jobs.store_answers,
             }
         return {**self.readiness(), "not_draining": not self.applications.serving.is_leaving}
+
+    @property
+    def worker(self) -> Worker | None:
+        """What runs jobs in this process, if anything does."""
+        return None if self.jobs is None else self.jobs.worker
 
     @property
     def in_flight(self) -> int:
@@ -524,11 +528,7 @@ class Gateway:
             self.boxes,
             self.pipeline.first_tokens,
             self._store,
-            self.jobs,
-            self.queue,
-            self.revocations,
-            self.worker,
-            self.batch_runner,
+            *([] if self.jobs is None else self.jobs.at_work()),
             self.webhooks,
             self.metrics_push,
         ]
@@ -537,9 +537,8 @@ class Gateway:
     async def _stop(self, tasks: TaskGroup) -> None:
         self.applications.serving.refuse()
         async with anyio.create_task_group() as jobs:  # which may wait for a store that does not answer
-            for part in (self.batch_runner, self.worker):
-                if part is not None:
-                    jobs.start_soon(part.stop)
+            if self.jobs is not None:
+                self.jobs.stop_in(jobs)
             await anyio.lowlevel.checkpoint()  # they return jobs, which is no failure, before the room closes
             await self.console.stop()
             for listener in self._listeners:
@@ -552,7 +551,8 @@ class Gateway:
             with anyio.move_on_after(STOP_S):
                 for listener in self._listeners:
                     await listener.wait_ended()
-        self.revocations.give_up()
+        if self.jobs is not None:
+            self.jobs.revocations.give_up()
         tasks.cancel_scope.cancel()
         await self.boxes.wait_ended()
         await self.board.aclose()
@@ -563,9 +563,6 @@ class Gateway:
         await self.idempotency.store.aclose()
         if self.jobs is not None:
             await self.jobs.aclose()
-        if self.batching is not None:
-            await self.batching.batches.aclose()
-            await self.batching.files.aclose()
         self.estimator.close()
         with anyio.move_on_after(CLOSE_S):
             await anyio.to_thread.run_sync(self._close_telemetry, abandon_on_cancel=True)

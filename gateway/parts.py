@@ -7,8 +7,6 @@ store takes 13 MB less.
 import logging
 import ssl
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -20,32 +18,19 @@ from gateway.core.health import (
     HealthRules,
     hang_after_s,
 )
-from gateway.core.jobs import AttemptEnd, Job, JobPriority, Quota, lane_of, model_and_class
 from gateway.core.policy import Policy
-from gateway.core.request import Endpoint
-from gateway.core.responses.replay import JobFacts
-from gateway.core.trace import parse
 from gateway.core.webhooks import WebhookAttempt
-from gateway.downstream import wire
-from gateway.downstream.background import Background, JobRules
-from gateway.downstream.batches import Batching, BatchLines
-from gateway.downstream.files import FileRules
 from gateway.downstream.idempotency import IdempotencyRules
-from gateway.downstream.reading import Received
-from gateway.downstream.serving import new_request_id
 from gateway.downstream.wire import WireRules
 from gateway.events import about
-from gateway.jobs import BatchRules, BatchRunner, QueueWatch, Revocations, Worker, WorkerRules
-from gateway.pipeline import JobQuestions, Pipeline
 from gateway.pipeline.box_controller import JOBS_SETTLE_S, SETTLE_S
-from gateway.ports import Arrival, IdempotencyStore, Recorder
+from gateway.ports import IdempotencyStore
 from gateway.settings import BackendTls, Settings
 from gateway.settings.secrets import carried
 from gateway.settings.sections.boxes import MemberSection, RequestSection
 from gateway.store.memory import MemoryBoard, MemoryIdempotency, MemoryLedger, MemoryResponseStore
 from gateway.telemetry import logs
 from gateway.telemetry.decision_log import DecisionLog
-from gateway.telemetry.job_metrics import JobMetrics
 from gateway.telemetry.metrics import Metrics
 from gateway.tokenizer import PromptEstimator
 from gateway.upstream.commands import Command
@@ -169,122 +154,14 @@ def idempotency(settings: Settings, clock: SystemClock) -> IdempotencyRules:
     return IdempotencyRules(kept, section.keep_s, section.max_answer_bytes)
 
 
-def jobs(settings: Settings) -> "RedisJobs | None":
-    """Return the job store; None without jobs."""
+def job_store(settings: Settings) -> "RedisJobs | None":
+    """Return the store for jobs; None without jobs."""
     store = settings.jobs_store
     if store is None:
         return None
     from gateway.store.jobs import RedisJobs
 
     return RedisJobs(store.url, prefix=store.prefix)
-
-
-def background(
-    settings: Settings,
-    jobs: "RedisJobs | None",
-    pipeline: Pipeline,
-    clock: SystemClock,
-    away_s: Callable[[str], float | None],
-    recorder: Recorder,
-    revocations: Revocations,
-) -> Background | None:
-    """Return what accepts jobs and shows them to their callers; None without jobs."""
-    section = settings.document.jobs
-    if section is None or jobs is None:
-        return None
-    rules = JobRules(
-        quota=Quota(section.queued_max_per_key, section.bytes_max_per_key),
-        keep_s=section.keep_s,
-        unstored_keep_s=section.unstored_keep_s,
-        priorities={name: JobPriority(written) for name, written in section.priorities.items()},
-    )
-    return Background(jobs, pipeline, rules, clock, away_s, recorder, partial(revocations.add, store=jobs))
-
-
-def job_metrics(
-    metrics: Metrics, watch: QueueWatch | None, policy: Callable[[], Policy], clock: SystemClock
-) -> JobMetrics | None:
-    """Return the metrics of jobs; None without jobs."""
-    if watch is None:
-        return None
-
-    def lanes() -> list[str]:
-        return [lane_of(model.id, one.name) for model, one in policy().classes()]
-
-    return JobMetrics(metrics.registry, lanes=lanes, snapshot=lambda: watch.snapshot, now=clock.now)
-
-
-def worker(
-    settings: Settings,
-    name: str,
-    jobs: "RedisJobs | None",
-    pipeline: Pipeline,
-    questions: JobQuestions,
-    clock: SystemClock,
-    metrics: JobMetrics | None,
-    tracing: "Tracing | None",
-) -> Worker | None:
-    """Return the worker of this process, which is called `name`; None if it runs no jobs."""
-    section = settings.document.jobs
-    if section is None or jobs is None or not settings.works_jobs:
-        return None
-    rules = WorkerRules(
-        running_max=section.running_max,
-        attempts_max=section.attempts_max,
-        continues=section.resume == "continue",
-    )
-    wanted = wire_rules(settings)
-
-    def read(job: Job, body: bytes) -> wire.WireRequest:
-        facts = JobFacts.of(job)
-        trace = None if tracing is None else tracing.begin(None, parse(facts.trace))
-        arrival = Arrival(new_request_id(), clock.wall(), clock.now(), trace, job=job.id)
-        received = Received(arrival, body, job.new.key, facts.headers, ())
-        found = wire.read(Endpoint.CHAT, received, wanted)
-        queued_s = 0.0 if job.started_at is None else max(0.0, job.started_at - job.created_at)
-        _, traffic_class = model_and_class(job.new.lane)
-        request = replace(found.request, is_job=True, queued_s=queued_s, handed_over_as=traffic_class)
-        return replace(found, request=request)
-
-    def attempt_ended(end: AttemptEnd) -> None:
-        logs.job_attempt_ended(end)
-        if metrics is not None:
-            metrics.attempt_ended(end)
-
-    serves, tokens_of, can_run_lane = pipeline.serving, questions.tokens_of, questions.can_run_lane
-    return Worker(jobs, name, read, pipeline.run, rules, serves, tokens_of, can_run_lane, attempt_ended)
-
-
-def batching(settings: Settings, revocations: Revocations) -> Batching | None:
-    """Return the stores of batches and files, and their rules; None without jobs."""
-    store, section = settings.jobs_store, settings.document.jobs
-    if store is None or section is None:
-        return None
-    from gateway.store.batches import RedisBatches
-    from gateway.store.files import RedisFiles
-
-    batches = RedisBatches(store.url, prefix=store.prefix)
-    return Batching(
-        batches,
-        RedisFiles(store.url, prefix=store.prefix),
-        FileRules(
-            section.batches.file_bytes_max_per_key,
-            section.batches.file_keep_s,
-            settings.document.requests.body_timeout_s,
-        ),
-        partial(revocations.add, store=batches),
-    )
-
-
-def batch_runner(
-    settings: Settings, batching: Batching | None, jobs: "RedisJobs | None", lines: BatchLines
-) -> BatchRunner | None:
-    """Return the batch runner of this process; None without jobs."""
-    section = settings.document.jobs
-    if section is None or batching is None or jobs is None:
-        return None
-    rules = BatchRules(queued_max=section.batches.queued_max_per_key)
-    return BatchRunner(batching.batches, batching.files, jobs, lines.job, rules)
 
 
 def webhooks(

@@ -243,8 +243,7 @@ async def test_a_stream_that_nobody_reads_is_given_up(
             reader.sendall("\r\n".join(lines).encode() + body)
             await gateway.eventually(lambda: serving.in_flight == 1)
             await gateway.eventually(lambda: serving.in_flight == 0)
-        assert gateway.gateway.jobs is not None
-        (job,) = await gateway.gateway.jobs.find()
+        (job,) = await gateway.jobs.find()
         assert not job.status.is_final
 
 
@@ -346,7 +345,7 @@ async def test_what_can_never_run_is_refused_when_it_is_handed_over(
         await gateway.openai(api_key="a").responses.create(**{**ASK, **fields}, background=True)
 
     assert caught.value.code == code
-    assert await gateway.gateway.jobs.find() == []  # type: ignore[union-attr]
+    assert await gateway.jobs.find() == []
 
 
 @pytest.mark.parametrize("after", ["soon", "1.5", "--1", "\u00b2", "9" * 5_000])
@@ -385,14 +384,13 @@ async def test_a_job_outlives_its_gateway(tmp_path: Path, store: RedisServer) ->
         job = await client.responses.create(
             **ASK, background=True, max_output_tokens=2_000, extra_body={"ignore_eos": True}
         )
-        jobs = running.gateway.jobs
-        assert jobs is not None
+        jobs = running.jobs
         with anyio.fail_after(30):
             while not await jobs.chunks(job.id):
                 await jobs.changed(job.id, 0, 1.0)
     async with jobs_site(tmp_path, store, speed=50.0) as running:
         done = await ended(running.openai(api_key="a"), job.id)
-        found = await running.gateway.jobs.get(job.id)  # type: ignore[union-attr]
+        found = await running.jobs.get(job.id)
 
     assert done.status == "incomplete"
     assert found is not None

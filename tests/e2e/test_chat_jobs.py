@@ -70,14 +70,12 @@ async def gateway(tmp_path: Path, store: RedisServer) -> AsyncIterator[Site]:
 
 
 async def jobs_of(running: Site) -> list[Job]:
-    assert running.gateway.jobs is not None
-    return list(await running.gateway.jobs.find())
+    return list(await running.jobs.find())
 
 
 async def job_that_is(running: Site, id: str, *statuses: JobStatus) -> Job:
     """Return a job once it has one of these statuses."""
-    jobs = running.gateway.jobs
-    assert jobs is not None
+    jobs = running.jobs
     with anyio.fail_after(60):
         while True:
             job = await jobs.get(id)
@@ -598,8 +596,7 @@ async def test_who_leaves_takes_the_job_along_or_not(
             tasks.start_soon(ask)
             await running.eventually(lambda: running.gateway.worker.running == 1)  # type: ignore[union-attr]
             [job] = await jobs_of(running)
-            jobs = running.gateway.jobs
-            assert jobs is not None
+            jobs = running.jobs
             await jobs.changed(job.id, 1, 30.0, JobStatus.IN_PROGRESS)
             tasks.cancel_scope.cancel()
         job = await ended(running, job.id)
@@ -678,8 +675,7 @@ async def test_a_whole_answer_does_not_show_that_its_backend_died(tmp_path: Path
             tasks.start_soon(ask)
             await running.eventually(lambda: running.gateway.worker.running == 1)  # type: ignore[union-attr]
             [job] = await jobs_of(running)
-            jobs = running.gateway.jobs
-            assert jobs is not None
+            jobs = running.jobs
             await jobs.changed(job.id, 1, 30.0, JobStatus.IN_PROGRESS)
             await crash_the_backend_of_the_one_that_runs(running)
         job = await ended(running, job.id)
@@ -719,8 +715,7 @@ async def test_whose_job_is_lost_is_told_to_retry_and_not_that_an_id_is_unknown(
                 lost: list[Job] = []
                 while not lost:
                     lost = [job for job in await jobs_of(running) if job.id != other]
-                assert running.gateway.jobs is not None
-                await running.gateway.jobs.delete(lost[0].id)
+                await running.jobs.delete(lost[0].id)
 
             tasks.start_soon(lose)
             with pytest.raises(openai.InternalServerError) as caught:
@@ -775,8 +770,8 @@ async def test_without_its_store_a_gateway_serves_such_chats_itself(
 async def test_what_a_store_accepts_too_late_does_not_run(tmp_path: Path, store: RedisServer) -> None:
     async with chat_site(tmp_path, store, on_disconnect="finish") as running:
         client = running.openai(api_key="a")
-        jobs, revocations = running.gateway.jobs, running.gateway.revocations
-        assert jobs is not None
+        assert running.gateway.jobs is not None
+        jobs, revocations = running.gateway.jobs.store, running.gateway.jobs.revocations
 
         async def ask(headers: dict[str, str]) -> None:
             with suppress(openai.InternalServerError):  # where a job is required, it is refused

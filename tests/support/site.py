@@ -16,6 +16,7 @@ from gateway import profiles, settings
 from gateway.app import Gateway
 from gateway.core.health import State
 from gateway.core.load import Load
+from gateway.ports import JobStore
 from gateway.simulator import FaultOrder, Simulator, SimulatorOptions, simulator
 from support import clients
 from support.redis_server import RedisServer
@@ -64,6 +65,12 @@ class Site:
     admin_url: str
     backends: Mapping[str, Simulator]
     closing: AsyncExitStack
+
+    @property
+    def jobs(self) -> JobStore:
+        """Where its jobs are kept."""
+        assert self.gateway.jobs is not None
+        return self.gateway.jobs.store
 
     def openai(self, **options: Any) -> AsyncOpenAI:
         """Return an unmodified SDK client that does not retry, so that a test sees each answer."""
