@@ -200,30 +200,7 @@ class Gateway:
             objections=self.boxes.objections,
             cohort=cohort,
         )
-        gauges.register(
-            self.metrics.registry,
-            backends=lambda: self.policy.backends,
-            loads=self.ledger.loads,
-            statuses=self.fleet.statuses,
-            drifts=self.drift.drifts,
-            count_drifts=self.counts.drifts,
-            snapshots=watch.snapshots,
-            waiting=line.waiting,
-            oldest_waits_s=lambda: line.oldest_waits_s(self.clock.now()),
-            wait_limits_s=lambda: {
-                (model.id, one.name): one.waiting.longest_wait_s for model, one in self.policy.classes()
-            },
-            served=lambda: {
-                (model.id, one.name): self.pipeline.view.can_serve(self.policy, one)
-                for model, one in self.policy.classes()
-            },
-            wants=lambda: line.wants(self.policy.backends),
-            boxes=self.boxes.snapshots,
-            objections=self.boxes.objections,
-            dropped_lines=logs.dropped_lines,
-            replicas=lambda: self._store.replicas if self._store else 1,
-            store_modes=lambda: self._store.modes() if self._store else {},
-        )
+        self._register_gauges(line, watch)
         digests = settings.key_digests(environ) or {}
         self.keys = KeyRing(digests)
         self.origins = Origins(settings.document.allowed_origins)
@@ -272,44 +249,7 @@ class Gateway:
             self.clock,
             on_reload=self._reloaded,
         )
-        views = Views(
-            policy=lambda: self.policy,
-            ledger=self.ledger,
-            fleet=self.fleet,
-            counts=self.counts,
-            watch=watch,
-            boxes=self.boxes,
-            journal=self.journal,
-            store=self._store,
-            peers=self.peers,
-            clock=self.clock,
-        ).by_name()
-        live = Live(
-            views=views, policy=lambda: self.policy, line=line, journal=self.journal, clock=self.clock
-        )
-        self.console = Console(live)
-        what_if = WhatIf(
-            settings=lambda: self.settings,
-            policy=lambda: self.policy,
-            reloader=self.reloader,
-            view=self.pipeline.view,
-            line=line,
-            estimator=self.estimator,
-            journal=self.journal,
-            clock=self.clock,
-        )
-        self.operators = Operators(
-            handlers=[
-                *config_handlers(self.reloader),
-                *job_handlers(job_store),
-                *self.console.handlers(),
-                *explain_handlers(what_if),
-            ],
-            views=views,
-            metrics=self.metrics.exposition,
-            readiness=self._readiness_for_operators,
-            names=settings.document.admin_names,
-        )
+        self.console, self.operators = self._for_operators(line, watch)
 
     def _job_parts(self, store: "RedisJobs", rules: WireRules, recorder: Recorder) -> "JobParts":
         from gateway.job_parts import JobParts
@@ -329,6 +269,74 @@ class Gateway:
             tracing=self.tracing,
             clock=self.clock,
         )
+
+    def _register_gauges(self, line: WaitingLine, watch: BackendWatch) -> None:
+        gauges.register(
+            self.metrics.registry,
+            backends=lambda: self.policy.backends,
+            loads=self.ledger.loads,
+            statuses=self.fleet.statuses,
+            drifts=self.drift.drifts,
+            count_drifts=self.counts.drifts,
+            snapshots=watch.snapshots,
+            waiting=line.waiting,
+            oldest_waits_s=lambda: line.oldest_waits_s(self.clock.now()),
+            wait_limits_s=lambda: {
+                (model.id, one.name): one.waiting.longest_wait_s for model, one in self.policy.classes()
+            },
+            served=lambda: {
+                (model.id, one.name): self.pipeline.view.can_serve(self.policy, one)
+                for model, one in self.policy.classes()
+            },
+            wants=lambda: line.wants(self.policy.backends),
+            boxes=self.boxes.snapshots,
+            objections=self.boxes.objections,
+            dropped_lines=logs.dropped_lines,
+            replicas=lambda: self._store.replicas if self._store else 1,
+            store_modes=lambda: self._store.modes() if self._store else {},
+        )
+
+    def _for_operators(self, line: WaitingLine, watch: BackendWatch) -> tuple[Console, Operators]:
+        """Return the console and the API for operators, which show all other parts."""
+        views = Views(
+            policy=lambda: self.policy,
+            ledger=self.ledger,
+            fleet=self.fleet,
+            counts=self.counts,
+            watch=watch,
+            boxes=self.boxes,
+            journal=self.journal,
+            store=self._store,
+            peers=self.peers,
+            clock=self.clock,
+        ).by_name()
+        live = Live(
+            views=views, policy=lambda: self.policy, line=line, journal=self.journal, clock=self.clock
+        )
+        console = Console(live)
+        what_if = WhatIf(
+            settings=lambda: self.settings,
+            policy=lambda: self.policy,
+            reloader=self.reloader,
+            view=self.pipeline.view,
+            line=line,
+            estimator=self.estimator,
+            journal=self.journal,
+            clock=self.clock,
+        )
+        operators = Operators(
+            handlers=[
+                *config_handlers(self.reloader),
+                *job_handlers(None if self.jobs is None else self.jobs.store),
+                *console.handlers(),
+                *explain_handlers(what_if),
+            ],
+            views=views,
+            metrics=self.metrics.exposition,
+            readiness=self._readiness_for_operators,
+            names=self.settings.document.admin_names,
+        )
+        return console, operators
 
     def _prepare(self, settings: Settings) -> Callable[[], Awaitable[None]]:
         """Return a function that applies other settings. Everything that can fail is done before it returns.
