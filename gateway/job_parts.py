@@ -82,6 +82,7 @@ class JobParts:
         self.background = Background(
             store,
             pipeline,
+            questions,
             _rules(section),
             clock,
             away_s,
@@ -125,7 +126,7 @@ class JobParts:
                     attempts_max=section.attempts_max,
                     continues=section.resume == "continue",
                 ),
-                pipeline.serving,
+                questions.serving,
                 questions.tokens_of,
                 questions.can_run_lane,
                 attempt_ended,

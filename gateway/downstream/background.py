@@ -20,7 +20,7 @@ from gateway.core.usage import Ending, RequestRecord
 from gateway.core.value import valueclass
 from gateway.downstream.callers_jobs import CallersJobs
 from gateway.events import about
-from gateway.pipeline import Pipeline
+from gateway.pipeline import JobQuestions, Pipeline
 from gateway.ports import Clock, Headers, Incoming, JobStore, Recorder
 from gateway.threads import decoded
 
@@ -62,12 +62,14 @@ class Background:
 
     Attributes:
         jobs: The jobs, for their callers.
+        questions: What is to be known before a job is submitted.
     """
 
     def __init__(
         self,
         jobs: JobStore,
         pipeline: Pipeline,
+        questions: JobQuestions,
         rules: JobRules,
         clock: Clock,
         away_s: Callable[[str], float | None],
@@ -79,6 +81,7 @@ class Background:
         `away_s`: see `CallersJobs`.
         `revoke`: makes sure that a job never runs; see `Revocations.add`.
         """
+        self.questions = questions
         self.revoke = revoke
         self.jobs = CallersJobs(jobs, clock, away_s)
         self._recorder = recorder
@@ -162,7 +165,7 @@ class Background:
 
     async def is_served_elsewhere(self, model: str) -> bool:
         """Return whether processes with a different configuration run jobs of a model."""
-        return await self._store.is_served_elsewhere(model, self._pipeline.serving().config)
+        return await self._store.is_served_elsewhere(model, self.questions.serving().config)
 
     def _priority(self, key: str | None, headers: Mapping[str, str]) -> JobPriority:
         """Return the priority of a key's jobs. A caller may lower it, never raise it."""

@@ -109,10 +109,11 @@ class ChatJobs:
         self, request: WireRequest, *, is_async: bool
     ) -> tuple[TrafficClass, Estimate] | tuple[None, None]:
         """Return the class and the estimate of a request, if they matter for the queue."""
-        if not is_async and not (self._pipeline.may_queue(request.request.model) and _can_be_a_job(request)):
+        questions = self._background.questions
+        if not is_async and not (questions.may_queue(request.request.model) and _can_be_a_job(request)):
             return None, None
         try:
-            found = await self._pipeline.classified(request)
+            found = await questions.classified(request)
         except ShedError:
             found = None  # the next step reports the error
         return found or (None, None)

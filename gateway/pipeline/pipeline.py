@@ -14,7 +14,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from gateway.cohort import Cohort
-from gateway.core import classification, deciding
+from gateway.core import deciding
 from gateway.core.count_check import CountTracker
 from gateway.core.decision import Candidate, Decision, Objection
 from gateway.core.drift import DriftTracker
@@ -35,8 +35,7 @@ from gateway.core.errors import (
 )
 from gateway.core.estimation import is_plain
 from gateway.core.health import Outcome, served_name
-from gateway.core.jobs import Serving
-from gateway.core.policy import ModelPolicy, Policy, TrafficClass
+from gateway.core.policy import ModelPolicy, Policy
 from gateway.core.request import Endpoint, Estimate
 from gateway.core.selection import CACHED_MIN_TOKENS
 from gateway.core.usage import Ending
@@ -207,31 +206,6 @@ class Pipeline:
         """
         self.view.use(self._policy())
         self.room.redecide()
-
-    def serving(self) -> Serving:
-        """Return which models the current policy can serve."""
-        policy = self._policy()
-        names = (one.names for one in policy.models)
-        return Serving(policy.version, frozenset(chain.from_iterable(names)))
-
-    def may_queue(self, model: str) -> bool:
-        """Return whether any class of a model queues its chats as jobs."""
-        found = self._policy().model(model)
-        return found is not None and any(one.queue is not None for one in found.classes)
-
-    async def classified(self, incoming: Incoming) -> tuple[TrafficClass, Estimate] | None:
-        """Return the class and the estimate of a request; None if `run` would reject it.
-
-        Raises:
-            ShedError: its tokens cannot be counted at the moment.
-        """
-        policy, request = self._policy(), incoming.request
-        model = policy.model(request.model)
-        if model is None:
-            return None
-        estimate = await self._estimated(policy, model, incoming)
-        matched = classification.classify(model, request, estimate)
-        return None if matched is None else (matched[0], estimate)
 
     async def decision_for(self, incoming: Incoming, estimate: Estimate | None = None) -> Decision:
         """Return the decision for a request without running it. `estimate`: see `run`.

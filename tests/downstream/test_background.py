@@ -26,6 +26,7 @@ def background_of(world: World, store: object) -> Background:
     return Background(
         cast(JobStore, store),
         world.pipeline,
+        world.questions,
         JobRules(),
         world.clock,
         lambda _: 0.0,

@@ -50,7 +50,7 @@ from gateway.core.errors import (
 )
 from gateway.core.health import PROBATION_SEQS, BackendStatus, Outcome, State
 from gateway.core.load import Demand, Load
-from gateway.core.policy import Bound, Comparison, OnDisconnect, Policy, RetryPolicy, TrafficClass, When
+from gateway.core.policy import Bound, Comparison, Policy, RetryPolicy, TrafficClass, When
 from gateway.core.request import Endpoint, Prompt, Request, Turn
 from gateway.core.usage import Ending, Usage
 from gateway.pipeline import CallerStalled, failures
@@ -1582,18 +1582,6 @@ async def test_a_decision_sees_what_others_take_of_a_backend(world: World) -> No
     world.counts.kv_taken.clear()
     world.pipeline.room.line.note_long_waiting({"light-0": 2})
     assert world.pipeline.view.for_operators(world.policy, {})["light-0"].long_waiting == 2
-
-
-@pytest.mark.parametrize(("queues", "may"), [((None, None), False), ((None, OnDisconnect.CANCEL), True)])
-async def test_a_model_may_queue_its_chats_where_a_class_does(
-    world: World, queues: tuple[OnDisconnect | None, ...], may: bool
-) -> None:
-    (model,) = POLICY.models
-    classes = [replace(one, queue=queue) for one, queue in zip(model.classes, queues, strict=True)]
-    world.policy = replace(POLICY, models=(replace(model, classes=tuple(classes)),))
-
-    assert world.pipeline.may_queue("gemma-4") is may
-    assert not world.pipeline.may_queue("unknown")
 
 
 async def test_a_conversation_returns_to_its_replica(world: World) -> None:

@@ -19,7 +19,7 @@ from gateway.core.policy import Bound, Comparison, ModelPolicy, Policy, Template
 from gateway.core.request import NO_CHANGES, Changes, CountMode, Endpoint, Estimate, Prompt, Request, Turn
 from gateway.core.usage import AttemptRecord, RequestRecord
 from gateway.core.waiting import WaitingLine
-from gateway.pipeline import BackendWatch, Pipeline
+from gateway.pipeline import BackendWatch, JobQuestions, Pipeline
 from gateway.ports import Arrival, Downstream, Headers, TakeChunk, Target
 from gateway.store.memory import MemoryLedger
 from gateway.store.prefixes import MemoryPrefixIndex
@@ -262,6 +262,7 @@ class World:
             objections=lambda: self.objections,
             cohort=Cohort(),
         )
+        self.questions = JobQuestions(lambda: self.policy, self.pipeline.view, self.estimates)
 
     def answers(self, **scripts: Script) -> None:
         for name, script in scripts.items():
