@@ -337,8 +337,8 @@ def comes_at(box: Box, planned: Plan, backend: str, boot_s: Mapping[str, float],
 
 def outlook(rules: BoxRules, box: Box, wants: Mapping[str, Backlog], now: float) -> Plan:
     """Return the box's next action: the swap in progress, or else what the policy plans."""
-    if box.state in (State.DRAINING, State.STOPPING):
-        return Plan(box.cause, box.target, box.since)
+    if box.state in (State.DRAINING, State.STOPPING):  # nobody knows how long an answer takes to end
+        return Plan(box.cause, box.target)
     if box.state is not State.RESIDENT:
         return Plan()
     return plan(rules.swaps, _residency(box, wants), now)

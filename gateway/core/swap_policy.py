@@ -167,7 +167,8 @@ class Plan:
     Attributes:
         cause: See `Cause`.
         target: The backend whose model comes in; "" if no swap is planned.
-        at: The earliest time it may begin, in monotonic seconds; None if that depends on the batch.
+        at: The earliest time it may begin, in monotonic seconds; None if that depends on the batch, or it
+            has begun.
         held_by_batch: Whether requests queued for the current model have to start first.
     """
 
