@@ -121,9 +121,11 @@ async def gateway_at(
     gateway = Gateway(settings.load(path), {})
     async with gateway.running() as running:
         assert running.admin_url is not None
-        yield Boxed(gateway, running.url, running.admin_url, machine)
+        site = Boxed(gateway, running.url, running.admin_url, machine)
+        yield site
         await gateway.applications.serving.drain()
-        assert all(load == Load() for load in gateway.ledger.loads().values())
+        # That another gateway holds nothing any more is known a second later.
+        await site.until(lambda: all(load == Load() for load in gateway.ledger.loads().values()))
 
 
 @asynccontextmanager
