@@ -136,6 +136,7 @@ def _box_view(snapshot: BoxSnapshot, now: float) -> Mapping[str, Any]:
         "for_s": round(now - box.since, 1),
         "reason": box.reason,
         "backend": box.backend,
+        "waits_for": snapshot.waits_for,
         "next": {
             "cause": plan.cause.value,
             "backend": plan.target,

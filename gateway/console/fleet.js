@@ -138,7 +138,8 @@ function boxWords(name, box) {
   if (!box.backend) return `${box.id}: ${words(box.state)}${box.reason ? `: ${box.reason}` : ""}${queue}`;
   if (box.backend === name) {
     const leaves = next.backend && next.backend !== name ? `; then ${next.backend}${soon}` : "";
-    return `${box.id}: ${words(box.state)}${leaves}${queue}`;
+    const holds = box.waits_for ? ` (waits for ${box.waits_for})` : "";
+    return `${box.id}: ${words(box.state)}${holds}${leaves}${queue}`;
   }
   if (box.quarantine[name]) return `${box.id}: in quarantine: ${box.quarantine[name]}${queue}`;
   const comes = next.backend === name ? `; starts${soon || " next"}` : "";

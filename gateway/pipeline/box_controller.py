@@ -13,6 +13,7 @@ the store to the line is briefly missed rather than counted twice.
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import anyio
 from anyio.abc import TaskGroup
@@ -94,6 +95,7 @@ class BoxSnapshot:
         stored: Demand for each of its backends in the job store.
         is_owner: Whether this process owns the box.
         fence: The fencing token of that ownership; 0 if there is none.
+        waits_for: While it drains, what keeps it from going on, as far as this process knows.
         at: When this was taken, monotonic seconds.
     """
 
@@ -103,6 +105,7 @@ class BoxSnapshot:
     stored: Mapping[str, Backlog]
     is_owner: bool
     fence: int
+    waits_for: str
     at: float
 
 
@@ -130,6 +133,7 @@ class _Kept:
     why_out: Mapping[str, str] = field(default_factory=dict)  # of the backends that are out
     swaps: SwapTracker = field(default_factory=SwapTracker)
     hearing: Hearing = field(default_factory=Hearing)
+    heard_s: float = inf  # see `Observation`, as of the last round in which this process was the owner
     wake: anyio.Event = field(default_factory=anyio.Event)
 
 
@@ -213,8 +217,21 @@ class BoxController:
         for name, kept in self._kept.items():
             wants, stored = self._in_lines(kept), self._stored(kept)
             plan = outlook(kept.rules, kept.box, _both(wants, stored), now)
-            found[name] = BoxSnapshot(kept.box, plan, wants, stored, kept.fence > 0, kept.fence, now)
+            found[name] = BoxSnapshot(
+                kept.box, plan, wants, stored, kept.fence > 0, kept.fence, self._waits_for(kept), now
+            )
         return found
+
+    def _waits_for(self, kept: _Kept) -> str:
+        if kept.box.state is not State.DRAINING:
+            return ""
+        if running := self._ledger.load(kept.box.backend).seqs:
+            return "1 running sequence" if running == 1 else f"{running} running sequences"
+        if not kept.fence:
+            return ""
+        if kept.heard_s < 0:
+            return "a gateway that has not said yet that it knows of the drain"
+        return "what gateways may have sent before they knew of the drain"
 
     def away_s(self, lane: str) -> float | None:
         """Return the seconds until a backend for a lane of jobs can serve; 0 if one can serve now.
@@ -311,14 +328,15 @@ class BoxController:
             )
             events = [OwnershipTaken(self._started_at, is_first=not has_watched and not reply.others)]
         orders: list[Order] = []
-        for event in (*events, self._look(kept, kept.hearing.heard_s(kept.box, notes, now))):
+        kept.heard_s = kept.hearing.heard_s(kept.box, notes, now)
+        for event in (*events, self._look(kept)):
             kept.box, more = advance(kept.box, event, self._clock.now(), kept.rules)
             orders.extend(more)
             if swap := kept.swaps.observe(kept.box):
                 self._on_swap(kept.name, swap)
         return orders
 
-    def _look(self, kept: _Kept, heard_s: float) -> Observation:
+    def _look(self, kept: _Kept) -> Observation:
         statuses = self._fleet.statuses()
         mine = {name: statuses[name] for name in kept.backends}
         known = {name: status for name, status in mine.items() if status.served_models}
@@ -345,7 +363,7 @@ class BoxController:
                 for name, one in mine.items()
                 if name not in ready and (cause := one.model_error or one.last_error)
             },
-            heard_s=heard_s,
+            heard_s=kept.heard_s,
         )
 
     def _ready(self, kept: _Kept) -> frozenset[str]:

@@ -275,6 +275,11 @@ async def test_a_model_is_stopped_once_every_process_knows_that_it_drains() -> N
             machine.now += 4
             await one.another_look()
         assert (one.at, machine.orders) == ((State.DRAINING, "qwen"), [])
+        assert "a gateway that has not said" in one.snapshot.waits_for
+        slot = one.ledger.acquire_at_once("qwen", Load(seqs=2), Load(seqs=4))
+        assert slot is not None
+        assert one.snapshot.waits_for == "2 running sequences"
+        await one.ledger.release(slot)
         await other.sync("spark", fence=0, state="", note=note({}, one.snapshot.box, machine.now))
         await one.is_at(State.RESIDENT, "gemma")
         assert machine.orders == ["stop qwen", "start gemma"]

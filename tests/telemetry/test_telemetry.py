@@ -371,6 +371,7 @@ def test_gauges_of_boxes() -> None:
         stored={"gemma": Backlog(), "qwen": Backlog(4, oldest_at=40.0)},
         is_owner=True,
         fence=1,
+        waits_for="",
         at=100.0,
     )
 
