@@ -5,11 +5,12 @@
     python -m benchmarks.steps --headers 16      with that many more headers, as SDKs send them
     python -m benchmarks.steps --most 10500      with status 1 if a request takes more bytecodes than that
 
-The figures are the same on every machine and in every run, whatever else runs there, so they show what a
-change to the hot path does where microseconds do not. What is measured is the gateway of benchmarks/overhead,
-with everything on that a site has on. Work that is not done for requests, such as probes, is left out:
-functions called for less than half of the requests, unless by one that is called for more. So what is done
-for several requests at a time counts with its share.
+The figures are the same on every machine, so they show what a change to the hot path does where microseconds
+do not. Those of functions are the same in every run; the sum varies by 1 %, and by more on a busy machine,
+where more answers arrive in pieces: compare several runs. What is measured is the gateway of
+benchmarks/overhead, with everything on that a site has on. Work that is not done for requests, such as
+probes, is left out: functions called for less than half of the requests, unless by one that is called for
+more. So what is done for several requests at a time counts with its share.
 """
 
 import argparse
