@@ -134,6 +134,7 @@ class _Kept:
     swaps: SwapTracker = field(default_factory=SwapTracker)
     hearing: Hearing = field(default_factory=Hearing)
     heard_s: float = inf  # see `Observation`, as of the last round in which this process was the owner
+    at_work: anyio.Lock = field(default_factory=anyio.Lock)  # one order at a time is carried out
     wake: anyio.Event = field(default_factory=anyio.Event)
 
 
@@ -396,7 +397,17 @@ class BoxController:
     # -------------------------------------------------------------- orders
 
     async def _carry_out(self, kept: _Kept, order: Order) -> None:
-        name, fence = order.backend, kept.fence
+        """Carry out an order, once the one before has ended.
+
+        A start that hangs beyond the boot's budget may succeed yet, beside the model that is started instead.
+        """
+        fence = kept.fence
+        async with kept.at_work:
+            if fence == kept.fence:  # otherwise another owner has issued the order again
+                await self._carry_out_now(kept, order, fence)
+
+    async def _carry_out_now(self, kept: _Kept, order: Order, fence: int) -> None:
+        name = order.backend
         log.debug(
             "box %s: %s %s",
             kept.name,

@@ -24,6 +24,10 @@ OUTPUT_BYTES_MAX = 4_000
 """Maximum bytes of a command's output that are logged: of more, the beginning and the end. A choice: a stack
 trace fits, and the line stays readable."""
 
+PRINTED_BYTES_MAX = 100_000_000
+"""Maximum bytes that a command may print. A choice: far more than any prints on purpose. One that asks a
+question over and over, because nobody answers, prints gigabytes before its time is up."""
+
 LOOK_S = 0.05
 """Interval for checking whether a command has ended. A choice: a swap takes minutes."""
 
@@ -53,7 +57,7 @@ async def run(command: Command, environ: Mapping[str, str]) -> str:
     """Run a command to its end. Return "", or why it failed: one line with the end of its output."""
     try:
         with _output() as output:
-            failure = await _ended(command, _started(command, environ, output))
+            failure = await _ended(command, _started(command, environ, output), output)
             said = _said(output)
     except OSError as error:  # no such program, no more processes, no disk space
         return f"{command.words[0]}: {error.strerror or error}"
@@ -63,12 +67,16 @@ async def run(command: Command, environ: Mapping[str, str]) -> str:
     return f"{failure}: {said[-1]}" if failure and said else failure
 
 
-async def _ended(command: Command, process: "subprocess.Popen[bytes]") -> str:
-    """Return how a process ended; kill it if it exceeds its time limit."""
+async def _ended(command: Command, process: "subprocess.Popen[bytes]", output: IO[bytes]) -> str:
+    """Return how a process ended; kill it if it takes too long or prints too much."""
+    excess = f"took more than {command.timeout_s:g} s"
     try:
         with anyio.move_on_after(command.timeout_s):
-            while process.poll() is None:  # noqa: ASYNC110 - asyncio kills what it does not wait for
-                await anyio.sleep(LOOK_S)
+            while process.poll() is None:
+                if os.fstat(output.fileno()).st_size > PRINTED_BYTES_MAX:
+                    excess = f"printed more than {PRINTED_BYTES_MAX} bytes"
+                    break
+                await anyio.sleep(LOOK_S)  # asyncio kills what it does not wait for
     except anyio.get_cancelled_exc_class():
         if command.dies_with_us:
             await _kill(process)
@@ -76,8 +84,8 @@ async def _ended(command: Command, process: "subprocess.Popen[bytes]") -> str:
             process.returncode = 0  # left running: its exit status is of no interest
         raise
     if process.returncode is None:
-        late, left = f"took more than {command.timeout_s:g} s", await _kill(process)
-        return f"{late}, and cannot be killed: {left}" if left else late
+        left = await _kill(process)
+        return f"{excess}, and cannot be killed: {left}" if left else excess
     return f"exit status {process.returncode}" if process.returncode else ""
 
 

@@ -59,6 +59,7 @@ class Machine:
     looks: int = 0
     stops: anyio.Event | None = None  # when what it is told to stop has stopped; None: at once
     answers: anyio.Event | None = None  # when the canary is answered; None: at once
+    starts: anyio.Event | None = None  # when the next start goes through; None: at once
     failures: list[str] = field(default_factory=list)  # of the next start commands
     fences: list[int] = field(default_factory=list)  # of the commands
     restarts: int = 0  # of the model that is in
@@ -73,6 +74,8 @@ class Machine:
         self.fences.append(fence)
         if self.failures:
             return self.failures.pop(0)
+        if self.starts is not None:
+            await self.starts.wait()
         self.inside.add(backend_id)
         self.orders.append(f"start {backend_id}")
         return ""
@@ -307,6 +310,27 @@ async def test_a_command_that_fails_is_logged_before_it_is_tried_again(
         assert said == ["box spark: cannot start gemma (try 1 of 3): exit status 7"]
         one.machine.now += COMMAND_PAUSES_S[0]
         await one.is_at(State.RESIDENT, "gemma")
+
+
+async def test_a_start_that_hangs_beyond_the_budget_is_not_overtaken_by_what_comes_next() -> None:
+    machine = Machine(starts=anyio.Event())
+    one = Process(machine)
+    async with at_work(one):
+        machine.lanes_there = [stored(4, 10.0)]
+        await one.until(lambda: one.snapshot.plan.cause is Cause.JOBS)
+        machine.now = one.snapshot.box.resident_since + 301
+        await one.is_at(State.BOOTING, "gemma")
+        await one.another_look()
+        machine.now += RULES.boot_budget_s
+        await one.is_at(State.STOPPING, "gemma")
+        assert "gemma" in one.snapshot.box.quarantine
+        await one.another_look()
+        await one.another_look()
+        assert machine.orders == ["stop qwen"]
+        assert machine.starts is not None
+        machine.starts.set()
+        await one.is_at(State.RESIDENT, "qwen")
+        assert machine.orders == ["stop qwen", "start gemma", "stop gemma", "start qwen"]
 
 
 async def test_a_model_that_died_before_who_has_the_box_now_saw_it_is_brought_back() -> None:

@@ -138,6 +138,15 @@ async def test_a_command_that_says_much_is_told_by_its_end() -> None:
     assert said == "exit status 1: no space left"
 
 
+async def test_one_that_prints_without_end_is_killed_before_it_fills_the_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(commands, "PRINTED_BYTES_MAX", 1000)
+    asks = "while :; do echo retry?; read answer; done"  # and nobody is there
+    with anyio.fail_after(20):
+        assert await run(sh(asks, timeout_s=600), {}) == "printed more than 1000 bytes: retry?"
+
+
 @pytest.mark.parametrize("dies", [True, False])
 async def test_whether_it_outlives_the_gateway_is_configured(tmp_path: Path, dies: bool) -> None:
     own = tmp_path / "own"
