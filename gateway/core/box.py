@@ -150,6 +150,7 @@ class Box:
         is_started: While booting, whether the start command has succeeded; while stopping, whether the
             target is in already.
         tries: Attempts at the present command.
+        failure: Why the last of them failed; "" if none has.
         retry_at: When to retry it, or to inspect a failed box; None while an order is in progress.
         resident_since: When the resident model came in.
         batch_at: Requests queued for it before this time are served before the next swap.
@@ -176,6 +177,7 @@ class Box:
     number: int = 0
     is_started: bool = False
     tries: int = 0
+    failure: str = ""
     retry_at: float | None = None
     resident_since: float = 0.0
     batch_at: float = 0.0
@@ -404,7 +406,7 @@ _INSPECTING = frozenset({State.UNKNOWN, State.BOOTING, State.FAILED})
 
 
 def _enter(box: Box, state: State, now: float, reason: str) -> Box:
-    return replace(box, state=state, since=now, reason=reason, tries=0, retry_at=None)
+    return replace(box, state=state, since=now, reason=reason, tries=0, failure="", retry_at=None)
 
 
 def _order(box: Box, task: Task, backend: str = "") -> Step:
@@ -417,7 +419,7 @@ def _taken_over(box: Box, event: OwnershipTaken, now: float, rules: BoxRules) ->
     kept = {name: held for name, held in box.quarantine.items() if held.at >= started_at}
     is_lifted = box.backend in box.quarantine and box.backend not in kept
     # Restarts were counted by the previous owner.
-    box = replace(box, tries=0, known_restarts={}, quarantine=kept)
+    box = replace(box, tries=0, failure="", known_restarts={}, quarantine=kept)
     strangers = {box.backend, box.target, *box.pending} - {"", *rules.swaps.triggers}
     if strangers:  # left by a process with another configuration: nobody here can stop or start them
         why = f"{min(strangers)} is no longer a backend of this box"
@@ -569,8 +571,8 @@ def _why_not_ready(box: Box, look: Observation, rules: BoxRules) -> str:
         return f"not ready {budget} after its start: {cause}"
     if box.is_started:
         return f"no answer {budget} after its start"
-    if box.tries > 1 or box.retry_at is not None:
-        return f"not started within {budget}: {box.reason}"
+    if box.failure:
+        return f"not started within {budget}: {box.failure}"
     return f"its start has not ended {budget} after it was ordered"
 
 
@@ -622,7 +624,7 @@ def _task_ended(box: Box, failure: str, now: float, rules: BoxRules) -> Step:
                 box, failure, now, lambda: _quarantined(box, f"cannot be started: {failure}", now, rules)
             )
         case State.BOOTING:
-            return replace(box, is_started=True, reason="started"), ()
+            return replace(box, is_started=True, reason="started", failure=""), ()
         case State.CHECKING if failure:
             return _quarantined(box, f"canary failed: {failure}", now, rules)
         case State.CHECKING:
@@ -637,7 +639,7 @@ def _task_ended(box: Box, failure: str, now: float, rules: BoxRules) -> Step:
 def _again(box: Box, failure: str, now: float, give_up: Callable[[], Step]) -> Step:
     if box.tries >= COMMAND_TRIES:
         return give_up()
-    return replace(box, reason=failure, retry_at=now + COMMAND_PAUSES_S[box.tries - 1]), ()
+    return replace(box, failure=failure, retry_at=now + COMMAND_PAUSES_S[box.tries - 1]), ()
 
 
 def _stopped_at_last(box: Box, failure: str, now: float, rules: BoxRules) -> Step:

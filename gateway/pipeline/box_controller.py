@@ -95,7 +95,8 @@ class BoxSnapshot:
         stored: Demand for each of its backends in the job store.
         is_owner: Whether this process owns the box.
         fence: The fencing token of that ownership; 0 if there is none.
-        waits_for: While it drains, what keeps it from going on, as far as this process knows.
+        waits_for: While it drains, or a command has failed, what keeps it from going on, as far as this
+            process knows.
         at: When this was taken, monotonic seconds.
     """
 
@@ -224,6 +225,8 @@ class BoxController:
         return found
 
     def _waits_for(self, kept: _Kept) -> str:
+        if kept.box.failure:
+            return f"another try: {kept.box.failure}"
         if kept.box.state is not State.DRAINING:
             return ""
         if running := self._ledger.load(kept.box.backend).seqs:

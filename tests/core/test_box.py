@@ -400,6 +400,14 @@ def test_what_is_found_after_the_budget_of_a_boot_changes_nothing(found: tuple[s
     gemma_is_booted_instead(box)
 
 
+def test_a_command_that_succeeds_at_last_is_not_the_reason_of_what_comes_next() -> None:
+    box = gemma_resident().look(wants=QWEN_WANTED).look(wants=QWEN_WANTED).done("HTTP 500")
+    assert (box.box.reason, box.box.failure) == ("2 requests wait for qwen", "HTTP 500")
+    assert box.look(COMMAND_PAUSES_S[0]).done().at == (State.BOOTING, "qwen", "")
+    assert (box.box.reason, box.box.failure) == ("2 requests wait for qwen; it has to boot", "")
+    assert box.done("no route").look(COMMAND_PAUSES_S[0]).done().box.failure == ""
+
+
 def test_a_command_that_fails_is_tried_again_twice() -> None:
     box = gemma_resident().look(wants=QWEN_WANTED).look(wants=QWEN_WANTED)
     for pause_s in COMMAND_PAUSES_S:

@@ -18,6 +18,7 @@ BOX = Box(
     number=12,
     is_started=True,
     tries=2,
+    failure="HTTP 500",
     resident_since=100.0,
     batch_at=110.0,
     busy_at=980.0,

@@ -305,7 +305,8 @@ async def test_a_command_that_fails_is_logged_before_it_is_tried_again(
         one.machine.lanes_there = [stored(4, 10.0)]
         await one.until(lambda: one.snapshot.plan.cause is Cause.JOBS)
         one.machine.now = one.snapshot.box.resident_since + 301
-        await one.until(lambda: one.snapshot.box.reason == "exit status 7")
+        await one.until(lambda: one.snapshot.waits_for == "another try: exit status 7")
+        assert one.snapshot.box.reason == "4 requests wait for gemma; it has to boot"
         said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert said == ["box spark: cannot start gemma (try 1 of 3): exit status 7"]
         one.machine.now += COMMAND_PAUSES_S[0]
