@@ -25,14 +25,8 @@ from gateway.core.backends import Backend
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.errors import ConfigError
-from gateway.core.health import (
-    GONE_S,
-    BackendStatus,
-    EngineSample,
-    has_ended,
-    lost,
-)
-from gateway.core.load import Load
+from gateway.core.health import GONE_S, NOT_PROBED, BackendStatus, EngineSample, has_ended, lost
+from gateway.core.load import NO_LOAD
 from gateway.core.policy import Policy
 from gateway.core.reloads import Reload
 from gateway.core.selection import BackendView, unavailable_reason
@@ -522,8 +516,8 @@ class Gateway:
                     await self._stop(tasks)
 
     def _window_of(self, backend: Backend) -> int:
-        status = self.fleet.statuses().get(backend.id, BackendStatus())
-        return BackendView(backend, Load(), status).capacity.context_tokens
+        status = self.fleet.statuses().get(backend.id, NOT_PROBED)
+        return BackendView(backend, NO_LOAD, status).capacity.context_tokens
 
     def _at_work(self) -> list[_Part]:
         """Return the parts that run while the gateway serves, as far as they are configured."""

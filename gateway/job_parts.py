@@ -71,7 +71,7 @@ class JobParts:
     ) -> None:
         """Build them for the process `name`, whose settings have jobs; these are kept in `store`.
 
-        `away_s`: see `Background`. `read_line`, `rules`: what reads lines of batches, and jobs.
+        `away_s`: see `CallersJobs`. `read_line`, `rules`: what reads lines of batches, and jobs.
         """
         section, place = settings.document.jobs, settings.jobs_store
         assert section is not None and place is not None

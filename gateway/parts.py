@@ -14,10 +14,7 @@ from gateway.clock import SystemClock
 from gateway.core.backends import Backend
 from gateway.core.canary import Canary
 from gateway.core.errors import ConfigError
-from gateway.core.health import (
-    HealthRules,
-    hang_after_s,
-)
+from gateway.core.health import HealthRules, hang_after_s
 from gateway.core.policy import Policy
 from gateway.core.webhooks import WebhookAttempt
 from gateway.downstream.idempotency import IdempotencyRules

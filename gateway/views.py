@@ -10,7 +10,7 @@ from gateway import __version__
 from gateway.core import admission
 from gateway.core.count_check import CountDrift, CountTracker
 from gateway.core.health import BackendStatus
-from gateway.core.load import Load
+from gateway.core.load import NO_LOAD
 from gateway.core.policy import Policy
 from gateway.core.selection import unavailable_reason
 from gateway.pipeline import BackendSnapshot, BackendWatch, Peers
@@ -115,7 +115,7 @@ class Views:
                 **_status_view(status, now),
             }
             for name, backend in policy.backends.items()
-            for load in [loads.get(name, Load())]
+            for load in [loads.get(name, NO_LOAD)]
             for status in [statuses[name]]
         }
 

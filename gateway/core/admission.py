@@ -24,7 +24,7 @@ from functools import lru_cache
 
 from gateway.core.backends import OPEN, Backend, Capacity, Gates, JobRoom, KneeStep, Spill
 from gateway.core.decision import Exclusion
-from gateway.core.load import UNLIMITED, Demand, Load
+from gateway.core.load import NO_LOAD, UNLIMITED, Demand, Load
 from gateway.core.perf import PerfModel
 from gateway.core.quirks.context_buckets import padded
 
@@ -36,8 +36,6 @@ PROMPT_TOKENS_MAX = 1_048_576
 """The longest prompt whose prefill time is predicted, chunk by chunk. A choice: four times the largest
 window. Longer ones are rejected; their size is unbounded, because callers choose the token budget of their
 images."""
-
-_NOTHING = Load()
 
 
 def knee_step(capacity: Capacity, prompt_tokens: int) -> KneeStep:
@@ -116,7 +114,7 @@ def claim(
 
 def limits(
     capacity: Capacity,
-    wanted: Load = _NOTHING,
+    wanted: Load = NO_LOAD,
     gates: Gates = OPEN,
     share_max: int = WHOLE,
     kv_taken: int = 0,

@@ -17,7 +17,7 @@ from gateway.core.errors import (
     UpstreamUnreachable,
 )
 from gateway.core.health import BackendStatus, State
-from gateway.core.load import Demand, Load
+from gateway.core.load import NO_LOAD, Demand
 from gateway.core.policy import ModelPolicy, Policy, TrafficClass
 from gateway.core.quirks import RemedyRequest
 from gateway.core.request import CountMode, Endpoint, Estimate, Prompt, Request
@@ -134,7 +134,7 @@ def idle(policy: Policy) -> Mapping[str, BackendView]:
     return {
         name: BackendView(
             backend=replace(backend, versions=()),  # assume the right version
-            load=Load(),
+            load=NO_LOAD,
             status=BackendStatus(state=State.UP, served_models=(backend.model or "served",)),
         )
         for name, backend in policy.backends.items()

@@ -13,7 +13,7 @@ from gateway.core import admission, versions
 from gateway.core.backends import Backend, Capacity, Pool
 from gateway.core.decision import Candidate, Exclusion, Objection, Ranking
 from gateway.core.health import PROBATION_SEQS, BackendStatus, State, accepts, preference, usable
-from gateway.core.load import Demand, Load
+from gateway.core.load import NO_LOAD, Demand, Load
 from gateway.core.policy import Policy, TrafficClass, Weights
 from gateway.core.quirks.context_buckets import stalls
 from gateway.core.value import valueclass
@@ -305,7 +305,7 @@ def unavailable_reason(backend: Backend, status: BackendStatus) -> Objection | N
     """
     if status.state is State.UNKNOWN:
         return Exclusion.UNHEALTHY, "unknown: not probed yet"
-    return _kept_out(BackendView(backend, Load(), status))
+    return _kept_out(BackendView(backend, NO_LOAD, status))
 
 
 def is_clear(case: Case) -> bool:

@@ -78,8 +78,7 @@ class Background:
     ) -> None:
         """Submit jobs to `jobs`, placed as `pipeline` would place them; report each to `recorder`.
 
-        `away_s`: see `CallersJobs`.
-        `revoke`: makes sure that a job never runs; see `Revocations.add`.
+        `away_s`: see `CallersJobs`. `revoke`: makes sure that a job never runs; see `Revocations.add`.
         """
         self.questions = questions
         self.revoke = revoke

@@ -10,13 +10,7 @@ import anyio
 import msgspec
 
 from gateway.core.chat_jobs import whole
-from gateway.core.errors import (
-    GatewayError,
-    InvalidRequest,
-    ResponseNotFound,
-    StoreUnavailable,
-    StreamBroken,
-)
+from gateway.core.errors import GatewayError, InvalidRequest, ResponseNotFound, StoreUnavailable, StreamBroken
 from gateway.core.jobs import Chunk, Job, Lane, expected_start_s, size_of
 from gateway.core.responses.draft import Event
 from gateway.core.responses.replay import JobFacts, Replay

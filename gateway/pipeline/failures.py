@@ -12,7 +12,7 @@ from hashlib import blake2b
 from gateway.core.backends import Backend
 from gateway.core.blame import IN_A_ROW, PAUSE_S, REPEATED_S, Blame, Doubts
 from gateway.core.decision import Exclusion, Objection
-from gateway.core.health import BackendStatus, Outcome, State
+from gateway.core.health import NOT_PROBED, BackendStatus, Outcome, State
 from gateway.core.policy import Policy
 from gateway.core.selection import unavailable_reason
 from gateway.core.usage import AttemptRecord
@@ -30,8 +30,6 @@ _IN_DOUBT: Objection = (
     Exclusion.UNHEALTHY,
     f"the last {IN_A_ROW} requests on it, or more, have failed; whose fault it was is not known yet",
 )
-
-_UNKNOWN = BackendStatus()
 
 
 class Failures:
@@ -85,12 +83,12 @@ class Failures:
         """Return the statuses and objections that apply while backends are in doubt (`core.blame`)."""
 
         def is_available(name: str) -> bool:
-            status = statuses.get(name, _UNKNOWN)
+            status = statuses.get(name, NOT_PROBED)
             return name not in objections and unavailable_reason(policy.backends[name], status) is None
 
         of_doubts, probation = dict[str, Objection](), dict[str, BackendStatus]()
         for name, is_paused in self.doubts.passed_over(policy, is_available, self._clock.now()).items():
-            status = statuses.get(name, _UNKNOWN)
+            status = statuses.get(name, NOT_PROBED)
             if is_paused:
                 of_doubts[name] = _IN_DOUBT
             elif status.state is State.UP:

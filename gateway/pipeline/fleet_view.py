@@ -12,7 +12,7 @@ from gateway.core.backends import Backend
 from gateway.core.box_demand import servers
 from gateway.core.count_check import CountTracker
 from gateway.core.decision import Exclusion, Objection
-from gateway.core.health import BackendStatus, State
+from gateway.core.health import NOT_PROBED, BackendStatus, State
 from gateway.core.load import Load
 from gateway.core.policy import Policy, TrafficClass
 from gateway.core.request import Prefixes
@@ -25,8 +25,6 @@ from gateway.ports import Fleet, Ledger, PrefixIndex
 _NO_SHARES: Mapping[str, float] = MappingProxyType({})
 _NO_WAITERS: Mapping[str, int] = MappingProxyType({})
 _NO_OFFERS: Mapping[str, Load] = MappingProxyType({})
-
-_UNKNOWN = BackendStatus()
 
 
 class FleetView:
@@ -107,14 +105,14 @@ class FleetView:
         views: dict[str, BackendView] = {}
         if not (kv_taken or long_waiting or objections or shares_max):  # the usual case
             for name, backend in backends.items():
-                status = statuses.get(name, _UNKNOWN)
+                status = statuses.get(name, NOT_PROBED)
                 views[name] = BackendView(backend, load_of(name), status, held.get(name, 0.0))
         else:
             for name, backend in backends.items():
                 views[name] = BackendView(
                     backend,
                     load_of(name),
-                    statuses.get(name, _UNKNOWN),
+                    statuses.get(name, NOT_PROBED),
                     held.get(name, 0.0),
                     shares_max.get(name, WHOLE),
                     kv_taken.get(name, 0),
@@ -132,7 +130,7 @@ class FleetView:
 
     def status(self, backend_id: str) -> BackendStatus:
         """Return what is known of the health of a backend."""
-        return self._fleet.statuses().get(backend_id, _UNKNOWN)
+        return self._fleet.statuses().get(backend_id, NOT_PROBED)
 
     def can_serve(self, policy: Policy, traffic_class: TrafficClass) -> bool:
         """Return whether a backend for a class is up, or can be swapped in by its box."""

@@ -17,7 +17,7 @@ BYTES_PER_TOKEN = 4
 
 
 class JobQuestions:
-    """Answers questions of jobs under the current policy."""
+    """Answers questions about jobs under the current policy."""
 
     def __init__(self, policy: Callable[[], Policy], view: FleetView, estimator: Estimator) -> None:
         """`policy` returns the current policy."""

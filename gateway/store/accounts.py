@@ -12,7 +12,7 @@ import anyio
 
 from gateway.core.admission import COUNTERS
 from gateway.core.decision import Exclusion
-from gateway.core.load import Load
+from gateway.core.load import NO_LOAD, Load
 from gateway.ports import Slot
 from gateway.store.leases import Freed, Order, Reply
 
@@ -20,7 +20,6 @@ PEAK_TICKS = 5
 """Ticks over which the peak use is remembered. Surplus unused for twice as long is returned. A choice: a
 second or two (`redis.TICK_S`)."""
 
-_NOTHING = Load()
 _NONE = Load(-1, -1, -1, -1, -1, -1)
 """No surplus of any counter."""
 
@@ -60,7 +59,7 @@ class Account:
         """Start with nothing. `numbers`: rising; the server ignores an order after a larger number."""
         self.backend = backend
         self._numbers = numbers
-        self.others = self.others_kept = self.kept = _NOTHING
+        self.others = self.others_kept = self.kept = NO_LOAD
         self.keeps = self.is_wanted = self.says_it_waits = False
         self.is_looked_at = self.is_due = self.is_under_way = False
         self.keeping = self.placed = self.waiters = 0
@@ -115,7 +114,7 @@ class Account:
     def is_empty(self, used: Load) -> bool:
         """Return whether nothing is held, asked for or to be told."""
         is_busy = self.is_due or self.is_under_way or self.asked or self.told or self.waiters
-        return not is_busy and not self.keeps and used == self.kept == _NOTHING
+        return not is_busy and not self.keeps and used == self.kept == NO_LOAD
 
     def tick(self, used: Load) -> bool:
         """Advance by one tick. Return whether to contact the server."""

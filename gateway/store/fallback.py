@@ -17,7 +17,7 @@ import anyio
 from gateway.core import admission
 from gateway.core.admission import COUNTERS
 from gateway.core.decision import Exclusion
-from gateway.core.load import UNLIMITED, Load
+from gateway.core.load import NO_LOAD, UNLIMITED, Load
 from gateway.events import about
 from gateway.ports import Slot
 from gateway.store.connections import StoreAway
@@ -186,7 +186,7 @@ class FallbackLedger:
 
     async def _acquire_of_part(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         """Acquire a slot counted by Redis, if it is within this process's part."""
-        asking = self._asking.get(backend_id, Load())
+        asking = self._asking.get(backend_id, NO_LOAD)
         own = self._shared.held(backend_id) + asking
         refused = admission.full(own, claim, divided(limits, claim, self.replicas))
         if refused is not None:
@@ -204,7 +204,7 @@ class FallbackLedger:
         """
         if not self.keeps_to_part:
             return load
-        own, least = self._shared.held(backend_id), load if self.mode is Mode.SHARED else Load()
+        own, least = self._shared.held(backend_id), load if self.mode is Mode.SHARED else NO_LOAD
         return Load(**{name: max(getattr(least, name), getattr(own, name) * processes) for name in COUNTERS})
 
 

@@ -9,7 +9,7 @@ from itertools import count
 from gateway.core import admission
 from gateway.core.decision import Exclusion
 from gateway.core.idempotency import IdempotencyClaim, KeyState
-from gateway.core.load import Load
+from gateway.core.load import NO_LOAD, Load
 from gateway.ports import Board, Clock, Slot
 from gateway.store.expiring_records import ExpiringRecords
 
@@ -36,11 +36,11 @@ class MemoryLedger:
 
     def load(self, backend_id: str) -> Load:
         """See `ports.Ledger.load`."""
-        return self._sums.get(backend_id, _NOTHING)
+        return self._sums.get(backend_id, NO_LOAD)
 
     def others(self, backend_id: str) -> Load:
         """See `ports.Ledger.others`. There are no other processes."""
-        return _NOTHING
+        return NO_LOAD
 
     def loads(self) -> Mapping[str, Load]:
         """Return what is in flight on every backend used so far."""
@@ -67,7 +67,7 @@ class MemoryLedger:
         if held is None:
             held = self._held[backend_id] = {}
         held[slot.id] = claim
-        self._sums[backend_id] = self._sums.get(backend_id, _NOTHING) + claim
+        self._sums[backend_id] = self._sums.get(backend_id, NO_LOAD) + claim
         return slot
 
     async def answered(self, slot: Slot) -> None:
@@ -214,6 +214,3 @@ class MemoryIdempotency(_MemoryRecords):
         # All leases have the same length, so they expire in the order in which they were set.
         while (oldest := next(iter(self._marks.items())))[1][1] <= now:
             del self._marks[oldest[0]]
-
-
-_NOTHING = Load()

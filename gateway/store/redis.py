@@ -35,7 +35,7 @@ import anyio
 
 from gateway.core.admission import COUNTERS
 from gateway.core.decision import Exclusion
-from gateway.core.load import Load
+from gateway.core.load import NO_LOAD, Load
 from gateway.ports import Slot
 from gateway.store.accounts import Account, PendingSlot
 from gateway.store.connections import StoreAway
@@ -431,7 +431,7 @@ class RedisLedger:
         for future in told:
             if not future.done():
                 future.set_result(None)
-        if not reply.is_known and not order.used.is_within(_NOTHING):
+        if not reply.is_known and not order.used.is_within(NO_LOAD):
             self.resync()  # Redis may have lost more than this
         self._settle_rest(account)
         if has_freed:
@@ -497,6 +497,3 @@ class RedisLedger:
         """Notify all who registered that capacity became free on a backend."""
         for callback in self._on_freed:
             callback(backend_id)
-
-
-_NOTHING = Load()

@@ -13,8 +13,8 @@ from gateway.core.box_swaps import SwapCause
 from gateway.core.count_check import CountDrift
 from gateway.core.decision import Objection
 from gateway.core.drift import Drift
-from gateway.core.health import BackendStatus, State
-from gateway.core.load import Load
+from gateway.core.health import NOT_PROBED, BackendStatus, State
+from gateway.core.load import NO_LOAD, Load
 from gateway.core.selection import unavailable_reason
 from gateway.core.swap_policy import Backlog
 from gateway.pipeline import BackendSnapshot
@@ -109,7 +109,7 @@ def _backends(
         "gateway_backend_state", "1 for the backend's current state.", labels=["backend", "state"]
     )
     for name, backend in backends.items():
-        load, status = loads.get(name, Load()), statuses.get(name, BackendStatus())
+        load, status = loads.get(name, NO_LOAD), statuses.get(name, NOT_PROBED)
         values: dict[str, float] = {
             "gateway_in_flight": load.seqs,
             "gateway_backend_usable": name not in objections and unavailable_reason(backend, status) is None,

@@ -31,6 +31,7 @@ from gateway.core.backends import Backend
 from gateway.core.errors import GatewayError, OutOfResources, UpstreamLost, UpstreamUnreachable
 from gateway.core.facts import Attempts
 from gateway.core.health import (
+    NOT_PROBED,
     Attempt,
     BackendStatus,
     EngineSample,
@@ -153,7 +154,7 @@ class Prober:
                 before.end()
             self._watched[name] = wanted
             if before is None or before.url != backend.url:
-                self._statuses[name] = self._anew(self._statuses.get(name, BackendStatus()))
+                self._statuses[name] = self._anew(self._statuses.get(name, NOT_PROBED))
                 self._there_since[name] = self._statuses[name].since
                 self._served.pop(name, None)
             self._looks.setdefault(name, anyio.Event())

@@ -15,7 +15,7 @@ import pytest
 from redis.exceptions import RedisError
 
 from gateway.core.decision import Exclusion
-from gateway.core.load import UNLIMITED, Load
+from gateway.core.load import NO_LOAD, UNLIMITED, Load
 from gateway.ports import Slot
 from gateway.store.connections import StoreAway
 from gateway.store.leases import Leases, Order
@@ -26,7 +26,6 @@ FREE = Load(UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED)
 LIMITS = replace(FREE, share=1_000_000)
 NO_LOOKS: Any = {"refresh_s": 60.0, "tick_s": 60.0}
 NO_CEILING = Load(-1, -1, -1, -1, -1, -1)
-NOTHING = Load()
 WITHIN_S = 20.0
 
 Store = Any  # tests/store/conftest.py
@@ -75,7 +74,7 @@ class Freed:
         self._event = anyio.Event()
 
 
-def ordered(number: int, used: Load = NOTHING, claims: Sequence[tuple[Load, Load]] = ()) -> Order:
+def ordered(number: int, used: Load = NO_LOAD, claims: Sequence[tuple[Load, Load]] = ()) -> Order:
     """Return the command of that number of a process that keeps nothing."""
     return Order(number, used, used, NO_CEILING, waits=False, may_keep=False, deaf=0, claims=tuple(claims))
 
@@ -364,9 +363,9 @@ async def test_a_task_that_is_cancelled_as_it_is_told_is_cancelled_and_leaves_no
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert ledger.held("b") == NOTHING
+    assert ledger.held("b") == NO_LOAD
     with anyio.fail_after(WITHIN_S):
-        while await store.sums() != NOTHING:
+        while await store.sums() != NO_LOAD:
             pass
 
 

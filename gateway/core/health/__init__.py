@@ -24,6 +24,7 @@ Gateways that share a store exchange the evidence that only their own requests p
 from gateway.core.health.transitions import advance, awaited, put_out
 from gateway.core.health.vocabulary import (
     GONE_S,
+    NOT_PROBED,
     PROBATION_SEQS,
     Attempt,
     BackendStatus,
@@ -56,6 +57,7 @@ __all__ = [
     "State",
     "Outcome",
     "BackendStatus",
+    "NOT_PROBED",
     "EngineSample",
     "HealthRules",
     "hang_after_s",

@@ -173,6 +173,9 @@ class BackendStatus:
         return None if self.metrics_error or self.down_since is not None else self.engine
 
 
+NOT_PROBED = BackendStatus()
+"""The status of a backend that has not been probed yet."""
+
 GONE_S = 10.0
 """Seconds after which a vLLM whose port refuses connections has no more to say. It stops its engine before
 its port, and what it says of aborted answers came within a second, or never: vLLM 0.32 kills its engine at

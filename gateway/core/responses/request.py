@@ -4,14 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway.core.errors import InvalidRequest
-from gateway.core.responses.items import (
-    Item,
-    messages_of,
-    read_input,
-    references,
-    response_id,
-    with_own_ids,
-)
+from gateway.core.responses.items import Item, messages_of, read_input, references, response_id, with_own_ids
 from gateway.core.responses.members import count_of, flag_of, number_of, object_of, text_of
 from gateway.core.responses.tools import chat_tools, functions_in, tools_of
 from gateway.core.value import valueclass

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from gateway.core import health, selection
 from gateway.core.decision import Candidate
 from gateway.core.facts import Flow, StartedTokens, summed
-from gateway.core.load import Load
+from gateway.core.load import NO_LOAD, Load
 from gateway.core.policy import WhenLate
 from gateway.core.selection import BackendView
 from gateway.core.swap_policy import Backlog
@@ -280,7 +280,7 @@ class WaitingLine:
         claims: dict[str, Load] = {}
         for offered in self._offered.values():
             first = offered.offer.candidates[0]
-            claims[first.backend] = claims.get(first.backend, Load()) + first.claim
+            claims[first.backend] = claims.get(first.backend, NO_LOAD) + first.claim
         return claims
 
     def is_demoted(self, ticket_id: str) -> bool:
@@ -594,7 +594,7 @@ class WaitingLine:
             view = views[name]
             full[name] = replace(
                 view,
-                load=view.load + extra.get(name, Load()),
+                load=view.load + extra.get(name, NO_LOAD),
                 long_waiting=view.long_waiting + long_waiting.get(name, 0),
             )
         return full
