@@ -57,7 +57,12 @@ class ResponseRequest:
 
 
 def members_in(body: bytes) -> tuple[dict[str, msgspec.Raw], dict[str, Any]]:
-    """Return all members of a body as received, and those that are read, decoded."""
+    """Return all members of a body as received, and those that are read, decoded.
+
+    Raises:
+        InvalidRequest: it is not a JSON object, or has more values than any model reads.
+        BodyTooLarge: it is longer than any text a model can read.
+    """
     wire.check_size(body)
     raws = wire.members_of(body)
     return raws, {name: wire.decoded(raw, name) for name, raw in raws.items() if name in READ}
@@ -86,7 +91,7 @@ def request_of(
     size = sum(len(memoryview(raw)) for raw in chat.values()) + len(conversation or b"")
     try:
         incoming = wire.read_members(
-            Endpoint.CHAT, chat, received, rules, size_bytes=size, seen=wire.seen_of(chat)
+            Endpoint.CHAT, chat, received, rules, size_bytes=size, seen=wire.chat_of(chat)
         )
     except GatewayError as error:
         error.param = chat_param_here(error.param)
@@ -102,7 +107,11 @@ def _conversation(translated: Translated) -> bytes:
 
 
 def check_depth(response: Mapping[str, Any]) -> None:
-    """Reject a request whose echo would be too deeply nested to be encoded within an event later."""
+    """Reject a request whose echo would be too deeply nested to be encoded within an event later.
+
+    Raises:
+        InvalidRequest: it would be.
+    """
     nested: object = response
     for _ in range(_DEPTH_SPARE):
         nested = [nested]

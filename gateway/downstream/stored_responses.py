@@ -114,6 +114,8 @@ class StoredResponses:
 
         Raises:
             BodyTooLarge: a chat with all of it would be larger than a body may be.
+            InvalidRequest: what it continues cannot be, or it refers to too many responses.
+            ResponseNotFound: what it continues is not kept for this key.
         """
         key, found = received.key, Found()
         if wanted.previous is not None:

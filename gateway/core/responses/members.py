@@ -1,4 +1,7 @@
-"""Typed access to the decoded members of a request. None: a member is missing, or null."""
+"""Typed access to the decoded members of a request. None: a member is missing, or null.
+
+A member of a wrong type raises InvalidRequest, which names it.
+"""
 
 from collections.abc import Mapping
 from typing import Any

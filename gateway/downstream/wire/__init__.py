@@ -10,7 +10,7 @@ is scanned twice and decoded once. A body that does not fit is decoded member by
 names its member.
 """
 
-from gateway.downstream.wire.chat_decoding import seen_of
+from gateway.downstream.wire.chat_decoding import chat_of
 from gateway.downstream.wire.members import check_size, decoded, members_of
 from gateway.downstream.wire.parsing import read, read_members
 from gateway.downstream.wire.request import WireRequest
@@ -24,5 +24,5 @@ __all__ = [
     "check_size",
     "members_of",
     "decoded",
-    "seen_of",
+    "chat_of",
 ]

@@ -46,7 +46,7 @@ class Chat(msgspec.Struct, gc=False):
     n: int | None = None
 
 
-class LongMessage(msgspec.Struct, gc=False):
+class _LongMessage(msgspec.Struct, gc=False):
     """`Message` whose content may be a long text."""
 
     role: str
@@ -56,11 +56,11 @@ class LongMessage(msgspec.Struct, gc=False):
     reasoning_content: Any = None
 
 
-class LongChat(msgspec.Struct, gc=False):
-    """`Chat` with `LongMessage`s."""
+class _LongChat(msgspec.Struct, gc=False):
+    """`Chat` with `_LongMessage`s."""
 
     model: str
-    messages: list[LongMessage]
+    messages: list[_LongMessage]
     stream: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -68,19 +68,19 @@ class LongChat(msgspec.Struct, gc=False):
 
 
 CHAT = msgspec.json.Decoder(Chat)
-LONG_CHAT = msgspec.json.Decoder(LongChat)
-LONG_MESSAGE = msgspec.json.Decoder(LongMessage)
-CONTENT = msgspec.json.Decoder(str | list[Any] | None)
+_LONG_CHAT = msgspec.json.Decoder(_LongChat)
+_LONG_MESSAGE = msgspec.json.Decoder(_LongMessage)
+_CONTENT = msgspec.json.Decoder(str | list[Any] | None)
 UNFIT = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def seen_of(members: Mapping[str, msgspec.Raw]) -> Chat | None:
+def chat_of(members: Mapping[str, msgspec.Raw]) -> Chat | None:
     """Decode a chat from its members; None: it is long, or must be decoded member by member."""
     body = encoded(members)
-    return None if len(body) > SLICE_BYTES or may_hold_long_texts(body) else seen_in(body, at_once=True)
+    return None if len(body) > SLICE_BYTES or may_hold_long_texts(body) else chat_in(body, at_once=True)
 
 
-def seen_in(body: bytes, *, at_once: bool) -> Chat | None:
+def chat_in(body: bytes, *, at_once: bool) -> Chat | None:
     """Decode a chat; None if it must be decoded member by member.
 
     `at_once`: decode all of it, in half the time of decoding its messages one by one.
@@ -88,7 +88,7 @@ def seen_in(body: bytes, *, at_once: bool) -> Chat | None:
     try:
         if at_once:
             return CHAT.decode(body)
-        chat = LONG_CHAT.decode(body)
+        chat = _LONG_CHAT.decode(body)
         take_a_break(len(body))
         messages = [_opened(message) for message in chat.messages]
     except UNFIT:
@@ -96,7 +96,7 @@ def seen_in(body: bytes, *, at_once: bool) -> Chat | None:
     return Chat(chat.model, messages, chat.stream, chat.max_tokens, chat.max_completion_tokens, chat.n)
 
 
-def _opened(message: LongMessage) -> Message:
+def _opened(message: _LongMessage) -> Message:
     """Return a message with its content decoded, or as a long text.
 
     Content of an assistant or a tool is always decoded, because the template inspects it.
@@ -112,17 +112,21 @@ def _opened(message: LongMessage) -> Message:
         or message.tool_calls is not None
         or message.role in INSPECTED_ROLES
     ):
-        content = CONTENT.decode(raw)
+        content = _CONTENT.decode(raw)
     else:
         content = long_text(raw)
     return Message(message.role, content, message.tool_calls, message.reasoning, message.reasoning_content)
 
 
 def message_of(raw: msgspec.Raw, where: str) -> Message:
-    """Decode a single message."""
+    """Decode a single message. `where`: its place, for errors.
+
+    Raises:
+        InvalidRequest: it is no message.
+    """
     if len(memoryview(raw)) >= LONG_BYTES:
         with suppress(*UNFIT):
-            return _opened(LONG_MESSAGE.decode(raw))
+            return _opened(_LONG_MESSAGE.decode(raw))
     message = decoded(raw, where)
     if not isinstance(message, dict):
         raise InvalidRequest("A message must be an object.", param=where)

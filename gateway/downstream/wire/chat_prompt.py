@@ -35,7 +35,11 @@ NO_TOOLS = Tools()
 
 
 def tools_of(fields: Fields, most: int) -> Tools:
-    """Return the tools of a chat, at most `most`; `NO_TOOLS` itself if it has none."""
+    """Return the tools of a chat, at most `most`; `NO_TOOLS` itself if it has none.
+
+    Raises:
+        InvalidRequest: they are more, or no array.
+    """
     raw = fields.raw("tools")
     if raw is None:
         return NO_TOOLS
@@ -64,6 +68,9 @@ def prompt_of_chat(
     """Return the prompt of a chat, and its prefixes.
 
     `cut`: the strings cut out of the members. `is_bare`: all members are part of `Chat`.
+
+    Raises:
+        InvalidRequest: there is no message, or one is invalid.
     """
     raws: Sequence[msgspec.Raw] = ()
     if seen is None:

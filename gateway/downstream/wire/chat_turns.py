@@ -32,7 +32,11 @@ _UNCOUNTED = frozenset({"video_url", "image_embeds", "audio_embeds", "image_pil"
 
 
 def count_parts(message: Message, where: str, rules: WireRules) -> int:
-    """Return the number of parts and tool calls of a message, before any of them is examined."""
+    """Return the number of parts and tool calls of a message, before any of them is examined.
+
+    Raises:
+        InvalidRequest: it has more of either than a message may have.
+    """
     content, calls = message.content, message.tool_calls
     parts = len(content) if isinstance(content, list) else 0
     if parts > rules.messages_max:
@@ -45,7 +49,11 @@ def count_parts(message: Message, where: str, rules: WireRules) -> int:
 
 
 def turn_of(message: Message, where: str, rules: WireRules) -> Turn:
-    """Return the turn that a message is; `where`: its place, for errors."""
+    """Return the turn that a message is; `where`: its place, for errors.
+
+    Raises:
+        InvalidRequest: a part of it is invalid, or not allowed.
+    """
     content = message.content
     read: list[str | LongText] = []
     images = audios = 0

@@ -17,7 +17,12 @@ _decode_ids = msgspec.json.Decoder(list[int]).decode
 
 
 def prompt_of_completion(fields: Fields, rules: WireRules) -> tuple[Prompt, int]:
-    """Return the prompt of a completion (of several lists of ids, the longest), and the number of them."""
+    """Return the prompt of a completion (of several lists of ids, the longest), and the number of them.
+
+    Raises:
+        InvalidRequest: it is no prompt, or has too many items.
+        BodyTooLarge: it is longer than any text a model can read.
+    """
     raw = fields.raw("prompt")
     if raw is not None and bytes(memoryview(raw)[:1]) == b"[":
         written = bytes(raw)

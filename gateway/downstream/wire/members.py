@@ -71,7 +71,7 @@ def check_values(body: bytes, values_max: int = VALUES_MAX) -> None:
 
 
 class Fields:
-    """Typed access to single members; each error names its member."""
+    """Typed access to single members. One of a wrong type raises InvalidRequest, which names it."""
 
     def __init__(self, members: Mapping[str, msgspec.Raw]) -> None:
         """Read these members."""
@@ -114,7 +114,11 @@ class Fields:
 
 
 def count_of(value: object, name: str, least: int) -> int | None:
-    """Return the value of the member `name`, an integer of at least `least`, or None."""
+    """Return the value of the member `name`, an integer of at least `least`, or None.
+
+    Raises:
+        InvalidRequest: it is something else.
+    """
     if value is None:
         return None
     if isinstance(value, float) and value.is_integer():
@@ -125,7 +129,11 @@ def count_of(value: object, name: str, least: int) -> int | None:
 
 
 def decoded(raw: msgspec.Raw, name: str) -> Any:
-    """Decode the member `name`."""
+    """Decode the member `name`.
+
+    Raises:
+        InvalidRequest: it is not JSON.
+    """
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -134,7 +142,11 @@ def decoded(raw: msgspec.Raw, name: str) -> Any:
 
 
 def items_of(raw: msgspec.Raw, name: str, most: int) -> list[msgspec.Raw]:
-    """Return the items of an array as raw JSON."""
+    """Return the items of the member `name`, an array of at most `most`, as raw JSON.
+
+    Raises:
+        InvalidRequest: it is something else.
+    """
     try:
         items = _decode_items(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -144,7 +156,11 @@ def items_of(raw: msgspec.Raw, name: str, most: int) -> list[msgspec.Raw]:
 
 
 def check_length(items: Sequence[object], name: str, most: int) -> None:
-    """Reject an array of more than `most` items."""
+    """Reject the member `name`, an array, if it has more than `most` items.
+
+    Raises:
+        InvalidRequest: it has more.
+    """
     if len(items) > most:
         raise InvalidRequest(f"`{name}` has more than {most} items.", code="too_many_items", param=name)
 

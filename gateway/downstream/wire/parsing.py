@@ -12,7 +12,7 @@ from gateway.core.value_limit import VALUES_MAX
 from gateway.downstream.cut_out import CutOut, cuts_of, may_hold_long_texts
 from gateway.downstream.long_texts import LONG_BYTES, SLICE_BYTES, take_a_break
 from gateway.downstream.reading import Received
-from gateway.downstream.wire.chat_decoding import ASIDE, CHAT, TEMPLATE_KWARGS, UNFIT, Chat, seen_in
+from gateway.downstream.wire.chat_decoding import ASIDE, CHAT, TEMPLATE_KWARGS, UNFIT, Chat, chat_in
 from gateway.downstream.wire.chat_prompt import NO_TOOLS, prompt_of_chat, tools_of
 from gateway.downstream.wire.completion_prompt import prompt_of_completion
 from gateway.downstream.wire.members import BOM, Fields, check_size, count_of, mapping_of, members_of
@@ -50,7 +50,7 @@ def read(endpoint: Endpoint, received: Received, rules: WireRules) -> WireReques
     take_a_break(len(body))
     seen = None
     if is_chat:
-        seen = seen_in(body, at_once=not has_long and len(body) <= SLICE_BYTES)
+        seen = chat_in(body, at_once=not has_long and len(body) <= SLICE_BYTES)
         request = None if seen is None else ordinary_request(members, seen, received, rules)
         if request is not None:
             return _wire_request(request, members, received, rules, size_bytes=len(body))
