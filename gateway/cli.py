@@ -23,8 +23,7 @@ from gateway.core.errors import ConfigError, GatewayError
 from gateway.exiting import FAILURE, USAGE
 
 if TYPE_CHECKING:
-    from gateway.settings import CheckReport, Settings
-    from gateway.settings.problems import Problem
+    from gateway.settings import CheckReport, Problem, Settings
 
 WORKERS_ENV = "GEMMA_GATEWAY_WORKERS"
 

@@ -49,7 +49,6 @@ class JobParts:
         background: Accepts jobs, and shows them to their callers.
         batching: The stores of batches and files, and their rules.
         worker: Runs jobs; None if this process runs none.
-        batch_runner: Processes batches.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class JobParts:
             ),
             partial(self.revocations.add, store=batches),
         )
-        self.batch_runner = BatchRunner(
+        self._batch_runner = BatchRunner(
             batches, files, store, read_line, BatchRules(queued_max=section.batches.queued_max_per_key)
         )
         self._queue = QueueWatch(store, clock)
@@ -140,11 +139,11 @@ class JobParts:
     def at_work(self) -> Sequence[RedisJobs | QueueWatch | Revocations | Worker | BatchRunner]:
         """Return the parts that run while the gateway serves."""
         workers = () if self.worker is None else (self.worker,)
-        return (self.store, self._queue, self.revocations, *workers, self.batch_runner)
+        return (self.store, self._queue, self.revocations, *workers, self._batch_runner)
 
     def stop_in(self, tasks: TaskGroup) -> None:
         """Have jobs and batches that run here returned, in tasks that end when they are."""
-        for part in (self.batch_runner, self.worker):
+        for part in (self._batch_runner, self.worker):
             if part is not None:
                 tasks.start_soon(part.stop)
 

@@ -11,8 +11,7 @@ from gateway.settings.loading import CheckReport, beside, check, load, version_o
 from gateway.settings.problems import Problem
 from gateway.settings.resolved import Settings
 from gateway.settings.schema import schema
-from gateway.settings.sections.fleet import HealthSection
-from gateway.settings.sections.service import RequestsSection, ShutdownSection
+from gateway.settings.sections.service import ShutdownSection
 from gateway.settings.tls import BackendTls
 
 __all__ = [
@@ -29,7 +28,5 @@ __all__ = [
     "Address",
     "BackendTls",
     "Document",
-    "RequestsSection",
-    "HealthSection",
     "ShutdownSection",
 ]
