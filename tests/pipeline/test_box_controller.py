@@ -193,6 +193,12 @@ class Process:
             while not condition():
                 await self.another_look()
 
+    async def is_due_to_swap(self) -> None:
+        """Have jobs wait for the other model, until the one that is in has been in for long enough."""
+        self.machine.lanes_there = [stored(4, 10.0)]
+        await self.until(lambda: self.snapshot.plan.cause is Cause.JOBS)
+        self.machine.now = self.snapshot.box.resident_since + 301
+
     async def another_look(self) -> None:
         await self.machine.looked.wait()
 
@@ -251,9 +257,7 @@ async def test_a_process_that_stood_still_goes_on_with_the_swap_that_only_it_can
     machine = Machine(stops=anyio.Event())
     one = Process(machine, board=MemoryBoard())
     async with at_work(one):
-        machine.lanes_there = [stored(4, 10.0)]
-        await one.until(lambda: one.snapshot.plan.cause is Cause.JOBS)
-        machine.now = one.snapshot.box.resident_since + 301
+        await one.is_due_to_swap()
         await one.is_at(State.STOPPING, "qwen")
         machine.now += 20
         await one.another_look()
@@ -270,9 +274,7 @@ async def test_a_model_is_stopped_once_every_process_knows_that_it_drains() -> N
     async with at_work(one):
         resident = one.snapshot.box
         await other.sync("spark", fence=0, state="", note=note({}, resident, machine.now))
-        machine.lanes_there = [stored(4, 10.0)]
-        await one.until(lambda: one.snapshot.plan.cause is Cause.JOBS)
-        machine.now = resident.resident_since + 301
+        await one.is_due_to_swap()
         await one.is_at(State.DRAINING, "qwen")
         for _ in range(3):  # it may be sending requests there, which nobody has seen
             machine.now += 4
@@ -302,9 +304,7 @@ async def test_a_command_that_fails_is_logged_before_it_is_tried_again(
 ) -> None:
     one = Process(Machine(failures=["exit status 7"]))
     async with at_work(one):
-        one.machine.lanes_there = [stored(4, 10.0)]
-        await one.until(lambda: one.snapshot.plan.cause is Cause.JOBS)
-        one.machine.now = one.snapshot.box.resident_since + 301
+        await one.is_due_to_swap()
         await one.until(lambda: one.snapshot.waits_for == "another try: exit status 7")
         assert one.snapshot.box.reason == "4 requests wait for gemma; it has to boot"
         said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -317,9 +317,7 @@ async def test_a_start_that_hangs_beyond_the_budget_is_not_overtaken_by_what_com
     machine = Machine(starts=anyio.Event())
     one = Process(machine)
     async with at_work(one):
-        machine.lanes_there = [stored(4, 10.0)]
-        await one.until(lambda: one.snapshot.plan.cause is Cause.JOBS)
-        machine.now = one.snapshot.box.resident_since + 301
+        await one.is_due_to_swap()
         await one.is_at(State.BOOTING, "gemma")
         await one.another_look()
         machine.now += RULES.boot_budget_s
@@ -487,9 +485,7 @@ async def test_a_report_of_what_was_ordered_under_an_earlier_fence_ends_no_later
     machine = Machine(stops=anyio.Event())
     one = Process(machine)
     async with at_work(one):
-        machine.lanes_there = [stored(4, 10.0)]
-        await one.until(lambda: one.snapshot.plan.cause is Cause.JOBS)
-        machine.now = one.snapshot.box.resident_since + 301
+        await one.is_due_to_swap()
         await one.is_at(State.STOPPING, "qwen")
         stop = one.snapshot.box.number
         # The store was lost, and another gateway had the box for a moment: numbers of orders come again.
@@ -688,9 +684,7 @@ async def test_a_box_that_drains_serves_again_once_its_store_was_away_for_too_lo
     slot = await one.ledger.acquire("qwen", Load(seqs=1), Load(seqs=1))
     assert isinstance(slot, Slot)
     async with at_work(one):
-        machine.lanes_there = [stored(4, 10.0)]
-        await one.until(lambda: one.snapshot.plan.cause is Cause.JOBS)
-        machine.now = one.snapshot.box.resident_since + 301
+        await one.is_due_to_swap()
         await one.is_at(State.DRAINING, "qwen")
         await one.another_look()
         machine.is_away = True
