@@ -19,7 +19,7 @@ UNHEARD_MAX_S = 15.0
 is gone by then, and one that cannot reach the store uses the model that it knows to be in (docs/boxes.md)."""
 
 _TIMES = ("since", "resident_since", "batch_at", "busy_at", "served_at", "moved_at", "oldest_at")
-_MAPPED = frozenset({"state", "cause", "quarantine", "restarts", "boot_s", "pending", "due_at"})
+_MAPPED = frozenset({"state", "cause", "quarantine", "restarts", "boot_s", "pending", "due_at", "failure"})
 _OWN = frozenset({"known_restarts", "retry_at", "is_timed"})  # private to who counted or ordered
 _PLAIN = tuple(one.name for one in fields(Box) if one.name not in {*_TIMES, *_MAPPED, *_OWN})
 
@@ -33,6 +33,7 @@ def written(box: Box, now: float) -> str:
         "cause": box.cause.value,
         "pending": list(box.pending),
         "due_at": _age(box.due_at, now),
+        "failure": box.failure,
         "quarantine": {
             name: [held.reason, round(now - held.at, 3), held.gone] for name, held in box.quarantine.items()
         },
@@ -54,6 +55,7 @@ def read(text: str, now: float) -> Box | None:
             cause=Cause(report["cause"]),
             pending=tuple(report["pending"]),
             due_at=_at(report.get("due_at"), now),
+            failure=str(report.get("failure", "")),
             quarantine={
                 name: Quarantine(str(reason), now - float(age), bool(gone))
                 for name, (reason, age, gone) in report["quarantine"].items()
@@ -99,13 +101,13 @@ def read_note(text: str, now: float) -> Note:
     """Decode another process's note; an empty one if that is not possible."""
     try:
         said = json.loads(text)
-        state, backend = said["knows"]
+        state, backend = said.get("knows", ("", ""))  # the version before said only what it wants
         wants = {
             str(name): Backlog(int(count), _at(oldest, now), _at(started, now))
-            for name, (count, oldest, started) in said["wants"].items()
+            for name, (count, oldest, started) in said.get("wants", said).items()
         }
         return Note((str(state), str(backend)), wants)
-    except (ValueError, OverflowError, RecursionError, KeyError, TypeError, AttributeError):
+    except (ValueError, OverflowError, RecursionError, TypeError, AttributeError):
         return Note()
 
 

@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from math import inf
 
@@ -52,6 +53,16 @@ def test_a_box_is_read_as_it_was_written_by_a_clock_of_ones_own() -> None:
     )
 
 
+def test_a_box_of_a_version_that_does_not_tell_of_failures_is_read() -> None:
+    told = json.loads(written(BOX, 0.0))
+    del told["failure"]
+    assert read(json.dumps(told), 0.0) == replace(BOX, failure="")
+
+
+def test_a_note_of_a_version_that_does_not_tell_what_it_knows_is_read() -> None:
+    assert read_note('{"gemma": [2, 10.0, null]}', 50.0) == Note(wants={"gemma": Backlog(2, 40.0)})
+
+
 def test_what_one_process_counted_and_planned_stays_with_it() -> None:
     own = replace(BOX, known_restarts={"gemma": 7}, retry_at=1005.0, is_timed=True)
     assert written(own, 1000.0) == written(BOX, 1000.0)
@@ -80,7 +91,7 @@ def test_what_waits_is_told_as_ages_and_what_is_known_as_it_is() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "[]", "3", "{}", '{"gemma": [1, null, null]}', ENDLESS),
+        *("", "[]", "3", "{}", '{"gemma": 3}', '{"gemma": [1, 2]}', ENDLESS),
         *('{"knows": 3, "wants": {}}', '{"knows": ["draining", "gemma"]}'),
         *(
             f'{{"knows": ["draining", "gemma"], "wants": {{"gemma": {wrong}}}}}'
