@@ -47,7 +47,6 @@ from gateway.downstream.stored_responses import ResponseRetention
 from gateway.downstream.wire import WireRules
 from gateway.events import about
 from gateway.exiting import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, TOLD_S
-from gateway.jobs import Worker
 from gateway.live import Live
 from gateway.open_files import OpenFiles
 from gateway.pipeline import BackendWatch, JobQuestions, Peers, Pipeline
@@ -77,6 +76,7 @@ from gateway.what_if import WhatIf
 
 if TYPE_CHECKING:
     from gateway.job_parts import JobParts
+    from gateway.jobs import Worker
     from gateway.store.jobs import RedisJobs
 
 log = logging.getLogger("gateway.process")
@@ -442,7 +442,7 @@ class Gateway:
         return {**self.readiness(), "not_draining": not self.applications.serving.is_leaving}
 
     @property
-    def worker(self) -> Worker | None:
+    def worker(self) -> "Worker | None":
         """What runs jobs in this process, if anything does."""
         return None if self.jobs is None else self.jobs.worker
 
