@@ -70,6 +70,9 @@ HURRY_S = 0.2
 """How long probes in progress may continue when probing ends. A choice: it delays every exit; one that is cut
 off costs nothing."""
 
+KEY_REFUSED = (401, 403)
+"""The statuses with which a server refuses an API key. Source: RFC 9110, sections 15.5.2 and 15.5.4."""
+
 Listener = Callable[[str, BackendStatus, BackendStatus], None]
 """Receives a backend's id and its status before and after. Must neither raise nor block."""
 
@@ -378,6 +381,7 @@ class _Asker:
 
     def __init__(self, watched: _Watched) -> None:
         self._client = DirectClient(watched.url, watched.secret, watched.verify)
+        self._has_key = watched.secret is not None
         self._exchanges = Exchanges()
 
     async def __aenter__(self) -> "_Asker":
@@ -392,6 +396,10 @@ class _Asker:
         if body is None:
             raise _Unexpected(ProbeFault.TIMEOUT, f"no answer in {timeout_s:g} s")
         return body
+
+    def about_key(self) -> str:
+        """Return what to know of the API key when the server refuses it."""
+        return "it refuses the backend's API key" if self._has_key else "it wants an API key: `api_key_env`"
 
     def hurry(self) -> None:
         """Limit probes in progress to `HURRY_S` more seconds, because probing ends."""
@@ -425,7 +433,12 @@ async def _health_by_list(asker: _Asker, timeout_s: float, before: str) -> Probe
     try:
         await _listed(asker, timeout_s, None)
     except _Unexpected as error:
-        return ProbeFailed(error.kind, f"{before}, /v1/models: {error.detail}")
+        hint = ""
+        if error.status in NO_SUCH_PATH:
+            hint = " (is its URL that of an engine?)"
+        elif error.status in KEY_REFUSED:
+            hint = f" ({asker.about_key()})"
+        return ProbeFailed(error.kind, f"{before}, /v1/models: {error.detail}{hint}")
     return ProbeOk()
 
 
@@ -443,7 +456,9 @@ async def _models(asker: _Asker, rules: HealthRules) -> ProbeOk | ModelsFailed:
     try:
         models, context_tokens = await _listed(asker, rules.scrape_timeout_s, rules.model)
     except _Unexpected as error:
-        return ModelsFailed(f"/v1/models: {error.detail}", key_refused=error.status in (401, 403))
+        refused = error.status in KEY_REFUSED
+        hint = f" ({asker.about_key()})" if refused else ""
+        return ModelsFailed(f"/v1/models: {error.detail}{hint}", key_refused=refused)
     return ProbeOk(models, context_tokens, await _version(asker, rules))
 
 

@@ -308,8 +308,13 @@ async def test_a_server_without_health_is_well_while_it_lists_its_models(
 
 @pytest.mark.parametrize(
     ("reply", "detail"),
-    [((404, b""), "HTTP 404"), ((200, b"<html>"), "no list of models"), ((200, b"{}"), "no list of models")],
-    ids=["nothing-there", "a-web-page", "another-api"],
+    [
+        ((404, b""), "HTTP 404 (is its URL that of an engine?)"),
+        ((401, b""), "HTTP 401 (it wants an API key: `api_key_env`)"),
+        ((200, b"<html>"), "no list of models"),
+        ((200, b"{}"), "no list of models"),
+    ],
+    ids=["nothing-there", "a-key-is-missing", "a-web-page", "another-api"],
 )
 async def test_a_server_with_neither_health_nor_models_is_no_backend(
     reply: tuple[int, bytes], detail: str, clock: Clock, fake_engine: Engines
@@ -429,14 +434,20 @@ async def test_each_backend_is_shown_its_own_key(clock: Clock, fake_engine: Engi
             await fleet.wait_for(lambda seen: seen["a"].served_models == ("gemma",))
 
 
-async def test_a_refused_key_ejects_and_says_so(clock: Clock, fake_engine: Engines) -> None:
+@pytest.mark.parametrize(
+    ("secrets", "hint"),
+    [({"a": "sk-secret"}, "it refuses the backend's API key"), ({}, "it wants an API key: `api_key_env`")],
+)
+async def test_a_refused_key_ejects_and_says_so(
+    clock: Clock, fake_engine: Engines, secrets: dict[str, str], hint: str
+) -> None:
     rules = HealthRules(interval_s=0.02, models_every_s=0.2, penalty_s=60.0)
     async with fake_engine() as engine:
         engine.api_key = "sk-other"
-        async with probing(watch(clock, engine, rules, secrets={"a": "sk-secret"})) as fleet:
+        async with probing(watch(clock, engine, rules, secrets=secrets)) as fleet:
             await fleet.wait_for(is_(State.EJECTED))
             status = fleet.statuses()["a"]
-    assert status.last_error == "misconfigured: /v1/models: HTTP 401"
+    assert status.last_error == f"misconfigured: /v1/models: HTTP 401 ({hint})"
 
 
 async def test_an_unusable_key_is_never_shown(clock: Clock, fake_engine: Engines) -> None:
