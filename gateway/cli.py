@@ -186,7 +186,6 @@ def _store_faults(settings: "Settings | None") -> "Iterator[Problem]":
     "The configuration file. With --live: decide under this one instead of the one in force.", required=False
 )
 @click.argument("request_file", type=click.File("rb"), metavar="REQUEST.json")
-@click.option("--completions", is_flag=True, help="The request is for /v1/completions.")
 @click.option("--key", help="Decide as if the caller used the API key with this name.")
 @click.option("--header", "headers", multiple=True, metavar="NAME:VALUE", help="Add a request header.")
 @click.option("--live", metavar="ADMIN_URL", help="Ask a running gateway through its admin port.")
@@ -196,7 +195,6 @@ def explain(
     context: click.Context,
     config: Path | None,
     request_file: BinaryIO,
-    completions: bool,
     key: str | None,
     headers: tuple[str, ...],
     live: str | None,
@@ -204,7 +202,7 @@ def explain(
 ) -> None:
     """Show where a request would go, and why. Sends nothing. `-` reads the request from standard input.
 
-    It is one for /v1/chat/completions, or, if it has `input`, for /v1/responses.
+    It is one for /v1/chat/completions; with `prompt`, for /v1/completions; with `input`, for /v1/responses.
 
     The fleet is assumed to be idle and healthy, as configured; with --live, its current state is used.
     """
@@ -220,7 +218,6 @@ def explain(
             found = explaining.ask(
                 live,
                 body,
-                completions=completions,
                 key=key,
                 headers=fields,
                 config=source,
@@ -232,7 +229,7 @@ def explain(
             loaded = usable(lambda: settings.load(config))
             explanation = usable(
                 lambda: process.run(
-                    explaining.explain, loaded, body, completions=completions, key=key, headers=fields
+                    explaining.explain, loaded, body, key=key, headers=fields
                 )
             )
             found = json.loads(explanation.as_json())

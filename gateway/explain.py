@@ -30,7 +30,6 @@ async def explain(
     settings: Settings,
     body: bytes,
     *,
-    completions: bool,
     key: str | None,
     headers: Mapping[str, str],
 ) -> Explanation:
@@ -41,7 +40,7 @@ async def explain(
         CallerError: the gateway would reject the request before considering backends.
     """
     policy = settings.policy()
-    asked = what_if.read(settings, body, completions=completions, key=key, headers=headers)
+    asked = what_if.read(settings, body, key=key, headers=headers)
     request = asked.incoming.request
     model = deciding.model_of(policy, request.model)
     estimator = open_estimator(settings.vocab)
@@ -59,7 +58,6 @@ def ask(
     admin_url: str,
     body: bytes,
     *,
-    completions: bool,
     key: str | None,
     headers: Mapping[str, str],
     config: bytes | None,
@@ -74,8 +72,7 @@ def ask(
         GatewayError: the error it would return for such a request.
     """
     question: dict[str, Any] = {
-        "request": wire.members_of(body),
-        "completions": completions,
+        "request": wire.members_of(body, values_max=len(body)),  # the gateway says if these are too many
         "key": key,
         "headers": headers,
     }

@@ -129,11 +129,10 @@ def read(
     settings: Settings,
     body: bytes,
     *,
-    completions: bool,
     key: str | None,
     headers: Mapping[str, str],
 ) -> Asked:
-    """Parse a request like the gateway; whether it is one for /v1/responses is read from its members.
+    """Parse a request like the gateway; for which endpoint it is follows from its members.
 
     Raises:
         CallerError: it would be rejected, or no API key has that name.
@@ -142,12 +141,13 @@ def read(
         there_are = f"there are {', '.join(named)}" if named else "it has no `keys`"
         raise Unauthorized(f"The configuration names no API key {key!r}; {there_are}.")
     received, rules = Received(_NOW, body, key, headers or {}, ()), wire_rules(settings)
-    if not completions and response_requests.is_response(body):
+    members = wire.members_of(body, values_max=len(body))  # how many there may be depends on the endpoint
+    if "messages" not in members and "input" in members:
         found = response_requests.read_alone(received, rules, has_jobs=settings.document.jobs is not None)
         incoming, notes = found.incoming, (_REFERS,) if found.refers else ()
         return Asked(incoming, notes, found.is_background)
-    incoming = wire.read(Endpoint.COMPLETIONS if completions else Endpoint.CHAT, received, rules)
-    return Asked(incoming)
+    is_completion = "messages" not in members and "prompt" in members
+    return Asked(wire.read(Endpoint.COMPLETIONS if is_completion else Endpoint.CHAT, received, rules))
 
 
 def decided(
@@ -238,7 +238,6 @@ class WhatIf:
         asked = read(
             settings,
             question.request,
-            completions=question.completions,
             key=question.key,
             headers=question.headers,
         )

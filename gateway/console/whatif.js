@@ -70,7 +70,7 @@ function question() {
     const [name, ...value] = part.split(":");
     if (name.trim()) headers[name.trim()] = value.join(":").trim();
   }
-  const found = { request: JSON.parse(at("body").value), headers, completions: at("completions").checked };
+  const found = { request: JSON.parse(at("body").value), headers };
   if (at("key").value.trim()) found.key = at("key").value.trim();
   return found;
 }

@@ -33,7 +33,6 @@ class Question:
     Attributes:
         request: The body of a request; b"" for a past one.
         request_id: The id of a past request; "" for a new one.
-        completions: Whether the body is one for /v1/completions.
         key: Name of the caller's API key, or None.
         headers: Headers of the request, names in lower case.
         config: Another configuration to decide under; None for the current one.
@@ -42,7 +41,6 @@ class Question:
 
     request: bytes = b""
     request_id: str = ""
-    completions: bool = False
     key: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     config: bytes | None = None
@@ -70,7 +68,6 @@ class _ExplainRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     request: msgspec.Raw = msgspec.Raw()
     request_id: str = ""
-    completions: bool = False
     key: str | None = None
     headers: dict[str, str] = {}
     config: str | None = None
@@ -105,7 +102,6 @@ def _question(source: bytes) -> Question:
     return Question(
         request=body,
         request_id=asked.request_id,
-        completions=asked.completions,
         key=asked.key or None,
         headers={name.lower(): value for name, value in asked.headers.items()},
         config=None if asked.config is None else asked.config.encode("utf-8", "replace"),

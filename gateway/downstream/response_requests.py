@@ -151,18 +151,6 @@ class ReadAlone:
     refers: bool
 
 
-def is_response(body: bytes) -> bool:
-    """Return whether the body of an unknown route is one for /v1/responses, and not for chat completions.
-
-    Raises:
-        InvalidRequest: it is not a JSON object.
-    """
-    if b'"input"' not in body:
-        return False
-    members = wire.members_of(body)
-    return "input" in members and "messages" not in members
-
-
 def read_alone(received: Received, rules: wire.WireRules, *, has_jobs: bool) -> ReadAlone:
     """Parse a request without the conversation it continues and the stored items it refers to.
 

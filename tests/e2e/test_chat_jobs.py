@@ -1029,7 +1029,7 @@ async def test_the_answer_outlives_the_gateway_that_was_killed(tmp_path: Path, s
 async def test_explain_says_that_a_chat_is_queued_without_a_longest_wait(gateway: Site) -> None:
     chat = {"model": "gemma-4", "messages": [{"role": "user", "content": "hi"}], "reasoning_effort": "high"}
     thought = {"model": "gemma-4", "prompt": "hi", "reasoning_effort": "high"}
-    questions: list[dict[str, Any]] = [{"request": chat}, {"request": thought, "completions": True}]
+    questions: list[dict[str, Any]] = [{"request": chat}, {"request": thought}]
     async with clients.http(base_url=gateway.admin_url) as http:
         queued, direct = [
             (await http.post("/admin/explain", json={**question, "key": "a"})).json()

@@ -216,6 +216,20 @@ async def test_a_response_is_explained_as_its_chat(fleet: Site) -> None:
     assert "They are not counted here" in note
 
 
+@pytest.mark.parametrize("live", [True, False])
+async def test_a_body_with_a_prompt_is_explained_as_a_completion(
+    fleet: Site, tmp_path: Path, live: bool
+) -> None:
+    ids = 150_000  # more values than any other endpoint takes
+    body = json.dumps({"model": "gemma-4", "prompt": list(range(ids)), "max_tokens": 5})
+    (tmp_path / "gateway.yaml").write_text(config(fleet), "utf-8")
+    where = ["--live", fleet.admin_url] if live else ["--config", str(tmp_path / "gateway.yaml")]
+    said = await run("explain", *where, "--json", "-", stdin=body)
+
+    assert said.exit_code == 0, said.output
+    assert json.loads(said.stdout)["decision"]["estimate"]["tokens"] >= ids
+
+
 async def test_what_would_be_refused_is_an_answer(fleet: Site) -> None:
     found = await asked(fleet, request={**CHAT, "model": "gpt-5"})
     assert found.status_code == 200
