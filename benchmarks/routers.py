@@ -77,7 +77,7 @@ class GatewayRouter(PolicyRouter[Arrival]):
         super().arrive(fleet, arrival)
         ticket = self._ticket_of.pop(arrival.id, None)
         if ticket is not None and self._line.position(ticket.id) is not None:
-            self.expected_s[arrival.id] = self._line.expected_wait_s(ticket, fleet.now)
+            self.expected_s[arrival.id] = self._line.foresee(ticket, fleet.now).wait_s
 
     def _ticket(self, fleet: Fleet, arrival: Arrival) -> Ticket:
         ticket = self._ticket_of[arrival.id] = super()._ticket(fleet, arrival)

@@ -228,9 +228,7 @@ def explain(
         else:
             loaded = usable(lambda: settings.load(config))
             explanation = usable(
-                lambda: process.run(
-                    explaining.explain, loaded, body, key=key, headers=fields
-                )
+                lambda: process.run(explaining.explain, loaded, body, key=key, headers=fields)
             )
             found = json.loads(explanation.as_json())
     except GatewayError as error:

@@ -90,7 +90,7 @@ def ask(
         raise NotAnswered(f"{url}: not the answer of a gateway (status {answer.status_code})") from error
     if answer.status_code != 200 or not isinstance(found, dict):
         raise NotAnswered(f"{url}: {_message(found) or answer.status_code}")
-    if refused := found.get("refused"):
+    if "decision" not in found and (refused := found.get("refused")):
         raise _Refused(refused)
     return found
 
@@ -110,7 +110,7 @@ def _message(found: object) -> str:
 
 def is_served(found: Mapping[str, Any]) -> bool:
     """Return whether any backend could take the request now, or it would wait for one."""
-    return _starts(found) or bool(_waited_for(found))
+    return not found.get("refused") and (_starts(found) or bool(_waited_for(found)))
 
 
 def _starts(found: Mapping[str, Any]) -> bool:
@@ -153,7 +153,10 @@ def show(found: Mapping[str, Any]) -> None:
         console.print(f"{mark} class {escape(verdict['name'])}: {escape(verdict['why'])}")
     console.print(_table(decision["candidates"]))
     outlook = found["outlook"]
-    if _starts(found):
+    if refused := found.get("refused"):  # older gateways do not say so
+        answer = f"{refused['status']} {refused['code']}: {refused['message']}"
+        console.print(f"[bold red]refused[/]: the gateway would answer {escape(answer)}")
+    elif _starts(found):
         first = decision["candidates"][0]
         console.print(f"goes to [bold green]{escape(first['backend'])}[/] (pool {escape(first['pool'])})")
     elif waited_for := _waited_for(found):

@@ -9,19 +9,19 @@ from dataclasses import asdict, replace
 
 from gateway.core import admission, classification, deciding
 from gateway.core.decision import Decision
-from gateway.core.errors import CallerError, Unauthorized
+from gateway.core.errors import CallerError, GatewayError, Unauthorized
 from gateway.core.policy import Policy, TrafficClass
 from gateway.core.request import Endpoint, Estimate, Request
 from gateway.core.request_features import matched_headers
 from gateway.core.selection import BackendView
 from gateway.core.value import valueclass
-from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s
+from gateway.core.waiting import Reason, Refused, Ticket, WaitingLine, fastest_prefill_s
 from gateway.downstream import response_requests, wire
 from gateway.downstream.explain_routes import Question, RequestForgotten
 from gateway.downstream.operator_json import indented
 from gateway.downstream.reading import Received
 from gateway.parts import wire_rules
-from gateway.pipeline import FleetView, patience_s
+from gateway.pipeline import FleetView, patience_s, shed_error
 from gateway.ports import Arrival, Clock, Estimator
 from gateway.reload import Reloader
 from gateway.settings import Settings
@@ -29,6 +29,7 @@ from gateway.telemetry.journal import Journal
 from gateway.threads import beside
 
 _NOW = Arrival("req-explained", 0.0, 0.0)
+_NO_BACKEND = Refused("", Reason.NO_BACKEND, position=1, expected_wait_s=None, retry_after_s=1.0)
 _JOB = (
     "it runs as a job, which waits in the queue for as long as it takes, "
     "and starts where jobs may (`jobs` of the pool)."
@@ -48,6 +49,19 @@ class ClassVerdict:
     name: str
     matched: bool
     why: str
+
+
+@valueclass(frozen=True, slots=True)
+class Refusal:
+    """The error the gateway would return. Alone, it is one that it returns before considering any backend."""
+
+    status: int
+    code: str
+    message: str
+
+    def as_json(self) -> str:
+        """Encode as JSON."""
+        return json.dumps({"refused": asdict(self)}, indent=2)
 
 
 @valueclass(frozen=True, slots=True)
@@ -80,6 +94,7 @@ class Explanation:
         changes: Differences of that configuration from the one in force.
         notes: Limits of this explanation, in sentences.
         is_queued: Whether the request is a job served in place, which also waits for a backend that is away.
+        refused: The error the gateway would return, as none of these backends could take it, or not in time.
     """
 
     classes: tuple[ClassVerdict, ...]
@@ -91,23 +106,11 @@ class Explanation:
     changes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     is_queued: bool = False
+    refused: Refusal | None = None
 
     def as_json(self) -> str:
         """Encode as JSON."""
         return indented(self).decode()
-
-
-@valueclass(frozen=True, slots=True)
-class Refusal:
-    """The error the gateway would return before considering any backend."""
-
-    status: int
-    code: str
-    message: str
-
-    def as_json(self) -> str:
-        """Encode as JSON."""
-        return json.dumps({"refused": asdict(self)}, indent=2)
 
 
 @valueclass(frozen=True, slots=True)
@@ -179,7 +182,26 @@ def decided(
     is_queued, notes = is_background or False, (_BACKGROUND,) if is_background else ()
     if is_background is None and _is_queued(traffic_class, request):
         is_queued, notes = True, (_QUEUED,)
-    return Explanation(tuple(verdicts), decision, policy=policy.version, notes=notes, is_queued=is_queued)
+    error: GatewayError | None = deciding.refusal(traffic_class, decision, views)
+    if error is None and not is_queued and not _may_wait(decision):
+        error = shed_error(_NO_BACKEND)
+    return Explanation(
+        tuple(verdicts),
+        decision,
+        policy=policy.version,
+        notes=notes,
+        is_queued=is_queued,
+        refused=None if error is None else _as_refusal(error),
+    )
+
+
+def _may_wait(decision: Decision) -> bool:
+    candidates = decision.candidates
+    return candidates.first is not None or any(reason.is_busy for _, reason in candidates.passed_over)
+
+
+def _as_refusal(error: GatewayError) -> Refusal:
+    return Refusal(error.status, error.code, error.message)
 
 
 def _is_queued(traffic_class: TrafficClass, request: Request) -> bool:
@@ -231,7 +253,7 @@ class WhatIf:
         except CallerError as error:
             if isinstance(error, RequestForgotten):
                 raise
-            return Refusal(error.status, error.code, error.message)
+            return _as_refusal(error)
         return replace(found, fleet="live", changes=changes)
 
     async def _anew(self, settings: Settings, policy: Policy, question: Question) -> Explanation:
@@ -274,7 +296,8 @@ class WhatIf:
     ) -> Explanation:
         """Return the decision and its outlook. `wait_s`: how long its caller lets it wait, if it says so."""
         found = decided(policy, request, estimate, views, is_background=is_background)
-        return replace(found, outlook=self._outlook(policy, request, found, views, wait_s))
+        outlook, refused = self._outlook(policy, request, found, views, wait_s)
+        return replace(found, outlook=outlook, refused=found.refused or refused)
 
     def _views(
         self, policy: Policy, held: Mapping[str, float]
@@ -315,7 +338,8 @@ class WhatIf:
         found: Explanation,
         views: Mapping[str, BackendView],
         wait_s: float | None,
-    ) -> Outlook:
+    ) -> tuple[Outlook, Refusal | None]:
+        """Return the queue in front of a request, and the error if it would be refused for its length."""
         decision, line, now = found.decision, self._line, self._clock.now()
         model = deciding.model_of(policy, decision.model)
         (its,) = (one for one in model.classes if one.name == decision.traffic_class)
@@ -323,7 +347,7 @@ class WhatIf:
         most_s = min(limits_s if wait_s is None else [*limits_s, wait_s], default=None)
         waiting = line.waiting().get((decision.model, decision.traffic_class), 0)
         if not waiting and decision.candidates.first is not None:
-            return Outlook(0, 0.0, most_s)
+            return Outlook(0, 0.0, most_s), None
         ticket = Ticket(
             id="",
             model=decision.model,
@@ -336,8 +360,12 @@ class WhatIf:
             deadline=None if wait_s is None else now + wait_s,
             prefix_shares={name: view.prefix_share for name, view in views.items() if view.prefix_share},
         )
-        expected_s = line.expected_wait_s(ticket, now, views)
-        return Outlook(waiting, None if expected_s is None else round(expected_s, 2), most_s)
+        foreseen = line.foresee(ticket, now, views)
+        wait_s = None if foreseen.wait_s is None else round(foreseen.wait_s, 2)
+        outlook = Outlook(waiting, wait_s, most_s)
+        if found.is_queued or decision.candidates.first is not None or foreseen.refused is None:
+            return outlook, None
+        return outlook, _as_refusal(shed_error(foreseen.refused))
 
 
 def _held(decision: Decision) -> Mapping[str, float]:

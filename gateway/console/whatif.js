@@ -105,7 +105,7 @@ async function answer(body) {
 }
 
 function winner(found) {
-  if (found.problem || found.refused) return null;
+  if (!found.decision) return null;
   const first = found.decision.candidates[0];
   return first && first.excluded === null ? first.backend : "";
 }
@@ -127,7 +127,8 @@ function shown(title, found, index) {
   const attributes = { class: "answer", "data-answer": index ? "edited" : "in-force" };
   const heading = h("h3", { text: title });
   if (found.problem) return h("article", attributes, heading, h("pre", { class: "problem", text: found.problem }));
-  if (found.refused) return h("article", attributes, heading, h("p", { class: "problem", text: `The gateway would answer ${found.refused.status} ${found.refused.code}: ${found.refused.message}` }));
+  const refused = found.refused ? h("p", { class: "problem", text: `The gateway would answer ${found.refused.status} ${found.refused.code}: ${found.refused.message}` }) : null;
+  if (!found.decision) return h("article", attributes, heading, refused);
   const first = found.decision.candidates[0];
   const goes = winner(found);
   const outlook = found.outlook;
@@ -137,6 +138,7 @@ function shown(title, found, index) {
     { ...attributes, "data-winner": goes },
     heading,
     h("p", { class: "winner" }, goes ? h("strong", { text: goes }) : h("strong", { class: "attention", text: "no backend right now" }), goes ? ` pool ${first.pool}` : " ", wait ? h("span", { class: "note", text: ` ${wait}` }) : null),
+    refused,
     found.changes.length ? h("ul", { class: "changes" }, ...found.changes.map((change) => h("li", { text: change }))) : null,
     h("p", { class: "demand", text: `${demandLine(found.decision)}.` }),
     classVerdicts(found.classes),

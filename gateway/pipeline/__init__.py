@@ -9,6 +9,7 @@ from gateway.pipeline.job_questions import JobQuestions
 from gateway.pipeline.peers import Peers
 from gateway.pipeline.pipeline import Pipeline
 from gateway.pipeline.request_context import LEFT_STATUS
+from gateway.pipeline.waiting_room import shed_error
 from gateway.pipeline.watch import BackendSnapshot, BackendWatch
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "Pipeline",
     "BackendSnapshot",
     "patience_s",
+    "shed_error",
 ]

@@ -155,7 +155,7 @@ class WaitingRoom:
         if offer is None:
             refused = self.line.enter(ticket, self._clock.now(), has_waited=has_waited)
             if refused is not None:
-                raise _shed(refused)
+                raise shed_error(refused)
         waiter, was_demoted = _Waiter(self._cohort), False
         self._waiters[ticket.id] = waiter
         try:
@@ -203,7 +203,7 @@ class WaitingRoom:
             for refused in turn.refused:
                 waiter = self._waiters.get(refused.id)
                 if waiter is not None and not waiter.is_outdated:  # otherwise it enters the line again
-                    waiter.error = _shed(refused)
+                    waiter.error = shed_error(refused)
                     waiter.wake()
             has_missed = await self._take_all(turn.offers)
             if not self._ledger.is_local:
@@ -285,7 +285,8 @@ def _may_stay(ticket: Ticket, ranking: Ranking) -> bool:
     return any(reason.is_busy and shares.get(name, 0.0) > least for name, reason in ranking.passed_over)
 
 
-def _shed(refused: Refused) -> ShedError:
+def shed_error(refused: Refused) -> ShedError:
+    """Return the error that tells a caller of a refusal."""
     if refused.reason is Reason.NO_BACKEND:
         return NoBackend(refused.sentence(), retry_after_s=refused.retry_after_s)
     return AtCapacity(refused.sentence(), code=refused.reason.value, retry_after_s=refused.retry_after_s)

@@ -327,6 +327,13 @@ async def test_a_new_request_is_decided_on_the_fleet_as_it_is(bench: Bench) -> N
 
         assert "no backend right now" in await bench.shown('[data-answer="in-force"] .winner')
         assert "2 in flight, 100% of its knee" in await bench.shown('#answers [data-candidate="slow"]')
+        assert not await bench.page.js("document.querySelector('#answers .problem') !== null")
+
+    body["messages"] = [{"role": "user", "content": "river " * 400_000}]
+    await bench.page.js(f"document.querySelector('#body').value = {json.dumps(json.dumps(body))}")
+    await bench.page.click('#question [type="submit"]')
+    assert "400 context_length_exceeded" in await bench.shown("#answers .problem")
+    assert "context exceeded" in await bench.shown('#answers [data-candidate="slow"]')
     assert not any("Rumpelstiltskin" in json.dumps(one) for one in await kept(bench))
 
 

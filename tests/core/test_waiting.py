@@ -2979,7 +2979,7 @@ class Library(Site):
 
     def wait_s(self, now: float, **fields: object) -> float | None:
         wanted = {"traffic_class": LONG, "prompt": 100_000, "prefill_s": 100.0, **fields}
-        return self.line.expected_wait_s(self.ticket("asks", now, **wanted), now)  # type: ignore[arg-type]
+        return self.line.foresee(self.ticket("asks", now, **wanted), now).wait_s  # type: ignore[arg-type]
 
 
 def hasty(max_wait_s: float) -> TrafficClass:
@@ -3064,12 +3064,12 @@ def test_a_document_without_a_slot_is_told_the_same_before_it_asks(others: int) 
         assert site.start(now) == []
     asked = site.ticket("asks", now, traffic_class=LONG, prompt=20_000, prefill_s=20.0)
 
-    before = site.line.expected_wait_s(asked, now, site.views())
+    before = site.line.foresee(asked, now, site.views()).wait_s
     site.line.enter(asked, now)
     site.turn(now)
 
     assert site.line.position("asks") == others + 1
-    assert before == site.line.expected_wait_s(asked, now) == pytest.approx((others + 1) * 300 / 2)
+    assert before == site.line.foresee(asked, now).wait_s == pytest.approx((others + 1) * 300 / 2)
 
 
 def test_the_first_document_of_a_class_is_told_what_those_of_others_wait_for() -> None:

@@ -103,6 +103,49 @@ async def test_a_document_is_told_how_long_what_is_being_read_will_take(fleet: S
     assert 1 < outlook["expected_wait_s"] <= 40
 
 
+async def heard(fleet: Site, headers: dict[str, str], **fields: Any) -> dict[str, Any]:
+    """Return the refusal that a caller gets, in the words of `explain`."""
+    async with fleet.http() as http:
+        answer = await http.post("/v1/chat/completions", json={**CHAT, **fields}, headers=headers)
+    error = answer.json()["error"]
+    return {"status": answer.status_code, "code": error["code"], "message": error["message"]}
+
+
+async def test_who_would_be_refused_for_the_wait_is_told_what_it_would_hear(fleet: Site) -> None:
+    """Two are being read for 40 s, and a class of documents waits 1.2 s."""
+    first, second = ([{"role": "user", "content": f"{word} " * 30_000}] for word in ("stone", "river"))
+    await sent(fleet, messages=first)
+    load, most = Load(long_unanswered=1, prefill_ms=40_000), Load(99, 10**6, 10**6, 99, 99, 10**6)
+    slots = [await fleet.gateway.ledger.acquire(name, load, most) for name in ("light", "push")]
+
+    found = (await asked(fleet, request={**CHAT, "messages": second})).json()
+    told = await run(
+        "explain", "--live", fleet.admin_url, "-", stdin=json.dumps({**CHAT, "messages": second})
+    )
+    answer = await heard(fleet, {}, messages=second)
+    for slot in slots:
+        await fleet.gateway.ledger.release(slot)  # type: ignore[arg-type]
+
+    assert answer["code"] == "wait_too_long"
+    assert {**found["refused"], "message": ""} == {**answer, "message": ""}
+    assert found["refused"]["message"].partition("about")[0] == answer["message"].partition("about")[0]
+    assert told.exit_code == 1
+    assert "refused: the gateway would answer 429 wait_too_long: " in told.output
+
+
+async def test_who_would_be_refused_for_want_of_a_backend_is_told_so(fleet: Site) -> None:
+    for backend in fleet.backends.values():
+        await backend.stop()
+    await fleet.eventually(
+        lambda: all(status.state.value != "up" for status in fleet.gateway.fleet.statuses().values())
+    )
+    found = (await asked(fleet, request=CHAT)).json()
+
+    assert found["refused"] == await heard(fleet, {})
+    assert found["refused"]["code"] == "no_backend"
+    assert len(found["decision"]["candidates"]) == 2
+
+
 @pytest.mark.parametrize("caches", [True, False])
 async def test_an_engine_holds_conversations_unless_it_says_that_it_caches_none(
     tmp_path: Path, caches: bool

@@ -318,7 +318,7 @@ def test_what_others_read_is_told_and_heard(here: Gateway, there: Gateway) -> No
     views = {"push": BackendView(backend, claim, BackendStatus(state=State.UP, served_models=("gemma-4",)))}
 
     def wait_s() -> float | None:
-        return here.line.expected_wait_s(replace(ticket, id="waits"), here.clock.now(), views)
+        return here.line.foresee(replace(ticket, id="waits"), here.clock.now(), views).wait_s
 
     there.line.start_at_once(ticket, Candidate("push", "push", claim=claim), there.clock.now())
     there.clock.time += 20.0

@@ -36,6 +36,7 @@ when a request enters, and at `next_turn_at`.
 from gateway.core.waiting.fairness import LOOKAHEAD, PUT_BACK_TOKENS
 from gateway.core.waiting.line import MISS_PAUSE_S, WaitingLine
 from gateway.core.waiting.tickets import (
+    Foresight,
     Offer,
     Reason,
     Refused,
@@ -49,6 +50,7 @@ __all__ = [
     "LOOKAHEAD",
     "MISS_PAUSE_S",
     "PUT_BACK_TOKENS",
+    "Foresight",
     "Offer",
     "Reason",
     "Refused",

@@ -18,7 +18,7 @@ from gateway.core.value import valueclass
 from gateway.core.waiting.fairness import LOOKAHEAD, Entry, Home, Lane, Rank, Shares, merged
 from gateway.core.waiting.forecast import Forecasts
 from gateway.core.waiting.room import Room, asks_no_less
-from gateway.core.waiting.tickets import Offer, Reason, Refused, Ticket, Turn, Waiter
+from gateway.core.waiting.tickets import Foresight, Offer, Reason, Refused, Ticket, Turn, Waiter
 
 MISS_PAUSE_S = 0.05
 """A backend whose offered slot was gone is not offered again for this long, unless a request ends there. A
@@ -179,10 +179,10 @@ class WaitingLine:
         entry = self._waiting.get(ticket_id)
         return None if entry is None else self._forecasts.ahead_of(self._lane(entry.ticket), entry) + 1
 
-    def expected_wait_s(
+    def foresee(
         self, ticket: Ticket, now: float, views: Mapping[str, BackendView] | None = None
-    ) -> float | None:
-        """Return the expected wait of a request from now on, queued or not; None while it is unknown.
+    ) -> Foresight:
+        """Return how long a request would wait from now on, queued or not, and its refusal if too long.
 
         `views`: current snapshots; by default, what the last turn left, if requests were queued then.
         """
@@ -198,7 +198,11 @@ class WaitingLine:
             if entry.is_long and views:  # others wait for a slot in any case, if they wait
                 Room(views, _NO_BACKENDS, now).place(entry)
                 entry.is_full = entry.is_full or not self._has_room(lane, entry)
-        return self._forecasts.wait_of(lane, entry, now, views)[1]
+        ahead, wait_s = self._forecasts.wait_of(lane, entry, now, views)
+        reason = Reason.QUEUE_FULL if lane.is_full_for(ticket) else _foreseen(entry, wait_s, now)
+        if reason is None or _is_demoted(entry, reason):
+            return Foresight(wait_s, None)
+        return Foresight(wait_s, _refused(entry, reason, ahead, wait_s, now))
 
     # ------------------------------------------------------------ events
 
@@ -230,7 +234,7 @@ class WaitingLine:
         entry.is_unproven = has_room or lane.is_first(entry)
         may_start = entry.is_unproven and not self._forecasts.away_s(ticket, now)
         reason = None if may_start else _foreseen(entry, wait_s, now)
-        if reason is Reason.WAIT_TOO_LONG and rules.when_late is WhenLate.DEMOTE:
+        if reason is not None and _is_demoted(entry, reason):
             entry.rank = Rank.BEHIND
             entry.expires_at = _expiry(ticket, now, rules.longest_wait_s)
         elif reason is not None:
@@ -540,12 +544,11 @@ class WaitingLine:
         """Refuse or demote entries that found no slot in their first turn and would not get one in time."""
         found = False
         for entry in entries:
-            rules = entry.ticket.traffic_class.waiting
             reason = _foreseen(entry, self._forecast(entry, now)[1], now)
             if reason is None:
                 continue
             found = True
-            if reason is Reason.WAIT_TOO_LONG and rules.when_late is WhenLate.DEMOTE:
+            if _is_demoted(entry, reason):
                 self._send_behind(entry)
             else:
                 refused.append(self._refuse(entry, reason, now))
@@ -654,6 +657,12 @@ def _foreseen(entry: Entry, wait_s: float | None, now: float) -> Reason | None:
     if entry.waited_s(now) + wait_s > entry.ticket.traffic_class.waiting.max_wait_s:
         return Reason.WAIT_TOO_LONG
     return None
+
+
+def _is_demoted(entry: Entry, reason: Reason) -> bool:
+    """Return whether a request that would wait too long waits behind the others, instead of being refused."""
+    when_late = entry.ticket.traffic_class.waiting.when_late
+    return reason is Reason.WAIT_TOO_LONG and when_late is WhenLate.DEMOTE
 
 
 def _first_back_s(ticket: Ticket, views: Mapping[str, BackendView], now: float) -> float:

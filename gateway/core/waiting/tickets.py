@@ -174,6 +174,19 @@ class Refused:
 
 
 @valueclass(frozen=True, slots=True)
+class Foresight:
+    """What would become of a request that came now and found no slot.
+
+    Attributes:
+        wait_s: Forecast wait; None while it is unknown.
+        refused: Its refusal, if it would not be queued.
+    """
+
+    wait_s: float | None
+    refused: Refused | None
+
+
+@valueclass(frozen=True, slots=True)
 class Waiter:
     """A queued request, as shown to an operator.
 
