@@ -12,7 +12,17 @@ from gateway.core.value import valueclass
 COPIED = frozenset({"model", "stream", "temperature", "top_p", "parallel_tool_calls"})
 """Members with the same meaning in a chat request, forwarded as sent."""
 
+_RENAMED: Mapping[str, str] = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Members of a chat that have another name here."""
+
 READ = COPIED | {
+    *_RENAMED,
     "background",
     "context_management",
     "conversation",
@@ -52,12 +62,7 @@ _LEFT_OUT = frozenset(
         "function_call",
         "functions",
         "logprobs",
-        "max_completion_tokens",
-        "max_tokens",
-        "messages",
         "n",
-        "reasoning_effort",
-        "response_format",
         "use_beam_search",
     }
 )
@@ -82,15 +87,6 @@ _METADATA_MAX = 16
 _METADATA_KEY_MAX = 64
 _METADATA_VALUE_MAX = 512
 """Maximum members of `metadata`, and characters of a name and of a value: OpenAI's limits."""
-
-_CHAT_PARAMS: Mapping[str, str] = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-}
-
 
 @valueclass(frozen=True, slots=True)
 class Needs:
@@ -131,7 +127,7 @@ def travels(name: str) -> bool:
 
 def chat_param_here(param: str | None) -> str | None:
     """Return the name in this API of a chat request's member, as named in an error."""
-    return None if param is None else _CHAT_PARAMS.get(param.partition(".")[0], param)
+    return None if param is None else _RENAMED.get(param.partition(".")[0], param)
 
 
 def needs(members: Mapping[str, Any], items_max: int) -> Needs:
@@ -238,6 +234,10 @@ def new_response(echo: Mapping[str, Any], token: str, created_at: int) -> dict[s
 def _refuse_what_is_not_offered(members: Mapping[str, Any]) -> None:
     for name, message in _REFUSED.items():
         if members.get(name):
+            raise InvalidRequest(message, code="unsupported_parameter", param=name)
+    for name, renamed in _RENAMED.items():
+        if members.get(name) is not None:
+            message = f"`{name}` is a parameter of chat completions; here it is `{renamed}`."
             raise InvalidRequest(message, code="unsupported_parameter", param=name)
     truncation = text_of(members, "truncation")
     if truncation not in (None, "disabled"):
