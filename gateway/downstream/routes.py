@@ -66,6 +66,8 @@ LISTED_MAX = 1_000
 
 _NO_EMBEDDINGS = "This gateway serves Gemma 4 for text generation; it has no embeddings."
 _NO_CONVERSATIONS = "Conversations are not kept here: continue a response with `previous_response_id`."
+_NO_ENGINES = "Engines are not part of paths any more: send `model` to /v1/completions."
+_NOT_AZURE = "This is OpenAI's API, not Azure's: use the SDK's `OpenAI`, with a base URL that ends with /v1."
 _NO_BATCHES = "This gateway has no files and no batches: there are no `jobs` in its configuration."
 _NO_KEPT_CHATS = "Only chat completions of jobs are kept, and there are no `jobs` in the configuration."
 _WITHOUT_V1 = ("/chat", "/completions", "/responses", "/models", "/embeddings", "/files", "/batches")
@@ -89,6 +91,8 @@ Absences = Mapping[str, Absence]
 _NOT_ON_THE_PUBLIC_PORT: Absences = {
     "/v1/embeddings": Absence(_NO_EMBEDDINGS, code="no_embeddings"),
     "/v1/conversations": Absence(_NO_CONVERSATIONS),
+    "/v1/engines": Absence(_NO_ENGINES),
+    "/openai/deployments": Absence(_NOT_AZURE),
     **dict.fromkeys((*_WITHOUT_V1, "/v1/v1"), Absence(_BESIDE_V1)),
     **dict.fromkeys(("/admin", "/metrics"), Absence(_NOT_FOR_OPERATORS)),
 }

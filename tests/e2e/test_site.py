@@ -342,6 +342,15 @@ async def test_a_base_url_that_is_a_route_is_corrected(fleet: Site, ending: str)
         assert "ends with /v1" in caught.value.message
 
 
+async def test_who_uses_the_client_for_azure_is_told_so(fleet: Site) -> None:
+    client = openai.AsyncAzureOpenAI(
+        azure_endpoint=fleet.url, api_key="k", api_version="2024-10-21", max_retries=0
+    )
+    async with client:
+        with pytest.raises(openai.NotFoundError, match="not Azure's: use the SDK's `OpenAI`"):
+            await client.chat.completions.create(model="gemma-4", messages=HELLO)
+
+
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
 async def test_whoever_opens_the_base_url_is_told_where_to_go(fleet: Site, path: str) -> None:
     async with fleet.http() as client:

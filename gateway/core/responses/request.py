@@ -88,6 +88,7 @@ _METADATA_KEY_MAX = 64
 _METADATA_VALUE_MAX = 512
 """Maximum members of `metadata`, and characters of a name and of a value: OpenAI's limits."""
 
+
 @valueclass(frozen=True, slots=True)
 class Needs:
     """Stored objects needed to translate a request.
