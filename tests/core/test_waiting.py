@@ -1666,9 +1666,10 @@ def test_a_callers_own_deadline_ends_the_wait_before() -> None:
     site.start()
     site.enter("b", 0.0, deadline=0.5)
 
-    turn = site.turn(0.5)
+    (refused,) = site.turn(0.5).refused
 
-    assert [refused.reason for refused in turn.refused] == [Reason.DEADLINE]
+    assert refused.reason is Reason.DEADLINE
+    assert refused.sentence() == "No slot became free before the request's own deadline (position 1)."
 
 
 def test_a_callers_later_deadline_does_not_prolong_the_wait() -> None:
@@ -2156,6 +2157,7 @@ def test_a_forecast_beyond_the_callers_deadline_is_refused_at_once() -> None:
 
     assert refused is not None
     assert refused.reason is Reason.DEADLINE
+    assert refused.sentence().startswith("A slot would become free only after the request's own deadline (")
 
 
 @pytest.mark.parametrize(

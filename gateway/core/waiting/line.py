@@ -582,7 +582,8 @@ class WaitingLine:
                 self._send_behind(entry)
             else:
                 reason = Reason.DEADLINE if overdue else Reason.WAITED_TOO_LONG
-                refused.append(self._refuse(entry, reason, now))
+                late = self._refuse(entry, reason, now)
+                refused.append(replace(late, expected_wait_s=None) if overdue else late)
         return refused
 
     def _is_current(self, expires_at: float, entry: Entry) -> bool:

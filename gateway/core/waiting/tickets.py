@@ -143,7 +143,8 @@ class Refused:
         id: The ticket's id.
         reason: See `Reason`.
         position: Its position among the requests of all classes with the same first pool; 1 is next.
-        expected_wait_s: Forecast wait at the measured drain rate; None while there is no rate.
+        expected_wait_s: Forecast wait at the measured drain rate; None while there is no rate, and where the
+            request's own deadline has passed.
         retry_after_s: Seconds until the caller should retry, 1..59.
         waited_s: Time spent waiting, including before earlier attempts.
     """
@@ -164,6 +165,8 @@ class Refused:
                 what = "The queue for requests like this one is full"
             case Reason.WAITED_TOO_LONG:
                 what = f"No slot became free within {self.waited_s:.1f} s"
+            case Reason.DEADLINE if self.expected_wait_s is None:
+                what = "No slot became free before the request's own deadline"
             case Reason.DEADLINE:
                 what = "A slot would become free only after the request's own deadline"
             case Reason.WAIT_TOO_LONG:
