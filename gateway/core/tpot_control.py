@@ -347,7 +347,7 @@ class Move(StrEnum):
     HELD_IN_BAND = "held_in_band"
     HELD_AT_LIMIT = "held_at_limit"  # at the ceiling or the floor
     HELD_NOT_FULL = "held_not_full"  # the backend was not full: the gap says nothing about the limit
-    HELD_UNSEEN = "held_unseen"  # no observable steps: only non-streaming answers or several choices
+    HELD_UNSEEN = "held_unseen"  # no observable steps: non-streaming answers, several choices, or a standstill
     WATCHING = "watching"  # too few observations since the last move, or the load still exceeds the share
 
 
@@ -410,15 +410,18 @@ def adjust(state: TpotControl, window: GapWindow, target: TpotTarget) -> TpotCon
     state = replace(state, seen=seen, move=Move.WATCHING)
     if seen.duration_s < DECIDE_FAR_S:
         return state
-    if _is_queueing(seen):
+    gap_s = seen.gap_s
+    if gap_s is None and seen.duration_s >= DECIDE_S:
+        return replace(state, move=Move.HELD_UNSEEN, seen=NOTHING_SEEN)
+    if gap_s is None or seen.steps < DECIDE_STEPS:
+        return state
+    # An engine that has stood still has many without a first token, too, but only until it goes on.
+    if _is_queueing(seen) and _is_queueing(window):
         # Hidden sequences are assumed to queue in the same proportion as visible ones.
         visible_seq_s = seen.decoding_seq_s + seen.waiting_seq_s
         decoding = seen.share_s / seen.duration_s * seen.decoding_seq_s / visible_seq_s
         return _moved(state, min(round(decoding), round(state.share * DOWN)), Move.DOWN_ENGINE_QUEUE, target)
-    gap_s = seen.gap_s
-    if gap_s is None and seen.duration_s >= DECIDE_S:
-        return replace(state, move=Move.HELD_UNSEEN, seen=NOTHING_SEEN)
-    if gap_s is None or not state.ended_chunks or seen.steps < DECIDE_STEPS:
+    if not state.ended_chunks:
         return state
     tpot_s = gap_s * state.ended_chunks / max(1.0, state.ended_tokens)
     if seen.duration_s < DECIDE_S and abs(tpot_s / target.tpot_s - 1) < FAR:

@@ -204,6 +204,17 @@ def window(
     )
 
 
+def standstill(decoding: float, waiting: float, span_s: float) -> GapWindow:
+    """A window in which an engine that all are waiting for has made no step."""
+    return replace(
+        window(50, decoding, waiting=waiting, span_s=span_s),
+        chunks=0,
+        steps=0.0,
+        ended_tokens=0,
+        ended_chunks=0,
+    )
+
+
 @pytest.mark.parametrize(
     ("share_seqs", "seen", "expected_seqs", "move"),
     [
@@ -227,6 +238,10 @@ def window(
         (32, window(45, 20, waiting=12), 20, Move.DOWN_ENGINE_QUEUE),
         (32, window(47, 24, waiting=8), 32, Move.HELD_IN_BAND),
         (2, window(46, 1, waiting=1), 2, Move.HELD_IN_BAND),
+        (32, window(45, 20, waiting=12, span_s=5), 32, Move.WATCHING),
+        (32, standstill(0, 32, span_s=20), 32, Move.WATCHING),
+        (32, standstill(0, 32, span_s=40), 32, Move.HELD_UNSEEN),
+        (32, standstill(2, 30, span_s=20), 32, Move.WATCHING),
     ],
     ids=[
         "far-below",
@@ -249,6 +264,10 @@ def window(
         "engine-queues",
         "few-wait",
         "one-prompt-is-no-queue",
+        "engine-queues-too-short",
+        "standstill",
+        "long-standstill",
+        "standstill-while-some-decode",
     ],
 )
 def test_where_the_share_goes(share_seqs: float, seen: GapWindow, expected_seqs: float, move: Move) -> None:
@@ -321,6 +340,16 @@ def test_a_window_has_jobs_or_spills_while_any_runs(kind: str) -> None:
         False,
     ]
     assert not any(one is None or (one.has_jobs and one.has_spills) for one in seen)
+
+
+@pytest.mark.parametrize("decoding", [0, 2])
+def test_an_engine_that_has_stood_still_counts_as_slow_and_not_as_queueing(decoding: int) -> None:
+    state = TpotControl(share=WHOLE)
+    for seen in [standstill(decoding, 64 - decoding, span_s=20), *5 * [window(50, 64, span_s=2)]]:
+        state = adjust(state, seen, TARGET)
+
+    assert state.share >= round(0.9 * WHOLE)
+    assert state.move is not Move.DOWN_ENGINE_QUEUE
 
 
 def test_nothing_moves_until_a_stream_has_told_its_tokens() -> None:
