@@ -36,7 +36,7 @@ from gateway.core.errors import (
 from gateway.core.estimation import is_plain
 from gateway.core.health import Outcome, served_name
 from gateway.core.policy import ModelPolicy, Policy
-from gateway.core.request import Endpoint, Estimate
+from gateway.core.request import Endpoint, Estimate, Prefixes
 from gateway.core.selection import CACHED_MIN_TOKENS
 from gateway.core.usage import Ending
 from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s, patient
@@ -472,14 +472,7 @@ class Pipeline:
         async def on_answer() -> None:
             watch.answered()
             # It has read the prompt: the next turn may come before the end, or instead of it.
-            tokens = ticket.demand.prompt_tokens
-            self._prefixes.remember(
-                request.prefixes,
-                backend.id,
-                tokens,
-                self._clock.now(),
-                resumes_anywhere=tokens < CACHED_MIN_TOKENS or self._resumes_anywhere(backend.id),
-            )
+            self._remember(request.prefixes, backend.id, ticket.demand.prompt_tokens)
             self._failures.answered(context, backend)
             if is_seen:
                 if slot.load.long_unanswered:
@@ -504,9 +497,18 @@ class Pipeline:
             self._recorder.attempt(record)
             self._failures.ended(context, backend, record)
 
-    def _resumes_anywhere(self, backend_id: str) -> bool:
+    def _remember(self, prefixes: Prefixes, backend_id: str, prompt_tokens: int) -> None:
+        """Remember that a backend has read a prompt, unless its engine says that it keeps none."""
         engine = self.view.status(backend_id).engine
-        return engine is None or engine.resumes_anywhere
+        if engine is not None and not engine.caches_prefixes:
+            return
+        self._prefixes.remember(
+            prefixes,
+            backend_id,
+            prompt_tokens,
+            self._clock.now(),
+            resumes_anywhere=prompt_tokens < CACHED_MIN_TOKENS or engine is None or engine.resumes_anywhere,
+        )
 
     def _learn(self, context: RequestContext, candidate: Candidate) -> None:
         request, decision = context.incoming.request, context.decision

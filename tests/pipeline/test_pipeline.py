@@ -48,7 +48,7 @@ from gateway.core.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from gateway.core.health import PROBATION_SEQS, BackendStatus, Outcome, State
+from gateway.core.health import PROBATION_SEQS, BackendStatus, EngineSample, Outcome, State
 from gateway.core.load import Demand, Load
 from gateway.core.policy import Bound, Comparison, Policy, RetryPolicy, TrafficClass, When
 from gateway.core.request import Endpoint, Prompt, Request, Turn
@@ -1594,6 +1594,20 @@ async def test_a_conversation_returns_to_its_replica(world: World) -> None:
     caller = await world.run(world.request(prefixes=((1, 0.9), (2, 1.0))))
 
     assert caller.headers["x-gateway-backend"] == "light-1"
+
+
+@pytest.mark.parametrize("caches", [True, False])
+async def test_an_engine_that_caches_no_prefixes_has_none_from_the_first_answer_on(
+    world: World, caches: bool
+) -> None:
+    """Not only once its metrics have been read again: an agent's next turn may come before."""
+    status, engine = world.fleet.known["light-0"], EngineSample(at=0.0, caches_prefixes=caches)
+    world.fleet.known["light-0"] = replace(status, engine=engine)
+    world.answers(light_0=GOOD)
+
+    await world.run(world.request(prefixes=((1, 1.0),)))
+
+    assert ("light-0" in world.prefixes.held(((1, 1.0),))) is caches
 
 
 async def test_an_error_before_a_decision_carries_the_request_id(world: World) -> None:
