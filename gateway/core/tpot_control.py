@@ -347,7 +347,7 @@ class Move(StrEnum):
     HELD_IN_BAND = "held_in_band"
     HELD_AT_LIMIT = "held_at_limit"  # at the ceiling or the floor
     HELD_NOT_FULL = "held_not_full"  # the backend was not full: the gap says nothing about the limit
-    HELD_UNSEEN = "held_unseen"  # no observable steps: non-streaming answers, several choices, or a standstill
+    HELD_UNSEEN = "held_unseen"  # no steps to observe: answers in one piece, several choices, a standstill
     WATCHING = "watching"  # too few observations since the last move, or the load still exceeds the share
 
 

@@ -137,6 +137,34 @@ SCRIPTS: dict[str, tuple[list[tuple[float, Event]], list[str]]] = {
         [(0, OK), (1, TIMEOUT), (2, TIMEOUT), (3, TIMEOUT), (100, TIMEOUT), (101, TIMEOUT)],
         [U, U, U, X, X, DOWN],
     ),
+    "a-frozen-one-hangs": (
+        [(0, OK), (1, sample(5)), *((at, TIMEOUT) for at in (6, 7, 8, 35, 36, 37)), (38, OK)],
+        [U] * 4 + [X, X, H, H, P],
+    ),
+    "a-slow-probe-of-one-that-hangs-does-not-cure-it": (
+        [(0, OK), (1, sample(5)), (31, sample(5)), (37, TIMEOUT), (38, OK), (39, sample(5))],
+        [U, U, H, H, H, H],
+    ),
+    "one-without-metrics-may-be-silent-while-it-works": (
+        [(0, OK), *((at, TIMEOUT) for at in (1, 2, 3, 50))],
+        [U, U, U, X, X],
+    ),
+    "an-ejected-one-that-says-503-does-not-hang": (
+        [
+            *((0, OK), (1, sample(5))),
+            *((at, ProbeFailed(ProbeFault.STATUS, "HTTP 503")) for at in (2, 3, 4, 50)),
+        ],
+        [U, U, U, U, X, X],
+    ),
+    "a-frozen-one-that-is-back-before-its-penalty-is-over": (
+        [
+            *((0, OK), (0, sample(5, running=0)), (1, FAILED), (1, FAILED), (1, FAILED), (6, OK)),
+            *((7, FAILED), (17, OK), (18, FAILED), (38, OK), (39, FAILED)),
+            *((at, TIMEOUT) for at in (40, 41, 42, 70)),
+            *((71, OK), (79, OK)),
+        ],
+        [U, U, U, U, X, P, X, P, X, P, X, X, X, X, H, H, P],
+    ),
     "a-host-that-reboots-keeps-booting": (
         [(0, OK), (1, REFUSED), (2, TIMEOUT), (3, TIMEOUT), (4, TIMEOUT), (5, TIMEOUT), (6, OK)],
         [U, B, B, B, B, B, P],

@@ -177,10 +177,15 @@ def _probe_ok(status: BackendStatus, now: float, rules: HealthRules) -> BackendS
             return _on_probation(
                 status, now, f"said it was stopping, but still answers {rules.drain_s:.0f} s later"
             )
-        case State.HUNG if status.engine is None or now - status.engine.at >= rules.hang_s:
+        case State.HUNG if now >= status.ejected_until and not _is_sampled(status, now, rules):
             # Without metrics, a recovery could never be detected.
-            return _on_probation(status, now, "was hung; its metrics are no longer available")
+            silent = "was hung; its metrics are no longer available"
+            return _on_probation(status, now, f"answers again, after {away_s:.0f} s" if away_s else silent)
     return status
+
+
+def _is_sampled(status: BackendStatus, now: float, rules: HealthRules) -> bool:
+    return status.engine is not None and now - status.engine.at < rules.hang_s
 
 
 def _probe_failed(status: BackendStatus, event: ProbeFailed, now: float, rules: HealthRules) -> BackendStatus:
@@ -217,6 +222,10 @@ def _probe_failed(status: BackendStatus, event: ProbeFailed, now: float, rules: 
         return replace(_enter(clean, State.BOOTING, now, why), is_gone=is_gone)
     if usable(status):
         return _ejected(status, f"{failures} probes failed in a row: {detail}", now, rules)
+    is_silent = event.kind is ProbeFault.TIMEOUT and now - since >= rules.hang_s
+    if status.state is State.EJECTED and is_silent and status.engine is not None:
+        # It takes connections, and no more. Without metrics, it may be one that does one thing at a time.
+        return _enter(status, State.HUNG, now, f"has answered nothing for {now - since:.0f} s")
     return status
 
 

@@ -15,7 +15,7 @@ class State(StrEnum):
     UP = "up"
     PROBATION = "probation"  # back after a fault or restart: a few requests at a time until they succeed
     DRAINING = "draining"  # the engine is stopping: finishes running requests, takes no new ones
-    HUNG = "hung"  # answers /health, but makes no progress while requests run
+    HUNG = "hung"  # answers /health, but makes no progress while requests run; or has long answered nothing
     EJECTED = "ejected"  # requests or probes failed: out until its penalty ends and a probe succeeds
     DOWN = "down"  # does not answer, beyond its boot budget
     OUT = "out"  # its box runs another model: not probed, and its failures do not count
