@@ -64,7 +64,9 @@ def show(report: Report) -> None:
     for line in report.notes:
         console.print(f"[yellow]note[/]: {escape(line)}", soft_wrap=True)
     console.print()
-    if not report.moved:
+    if not report.recorded_policy:
+        console.print("what moves is not known")
+    elif not report.moved:
         console.print("no request moves")
     else:
         console.print(f"[bold]{report.moved}[/] of {report.decided} requests move:")
@@ -72,11 +74,10 @@ def show(report: Report) -> None:
             for move in moves:
                 console.print(f"  {what} {escape(_sentence(move))}", soft_wrap=True)
     for refusal in report.refusals:
+        new = f", {refusal.new} of them not refused before" if report.recorded_policy else ""
         words = escape(f"{refusal.example}: {refusal.words}")
         console.print(
-            f"[bold red]{refusal.requests}[/] would be refused ({refusal.code}), {refusal.new} of them not "
-            f"refused before; {words}",
-            soft_wrap=True,
+            f"[bold red]{refusal.requests}[/] would be refused ({refusal.code}){new}; {words}", soft_wrap=True
         )
     if report.accepted:
         console.print(f"[green]{report.accepted}[/] that were refused would be accepted")

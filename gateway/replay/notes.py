@@ -26,6 +26,7 @@ def notes(
     else:
         yield from _policies(decided, base)
         yield from _fleets(base.policy, other.policy)
+        yield from _waits(base.policy, other.policy)
     yield from _unknown_features(decided, other.policy)
     guessed = sum(past.is_guessed and past.entry.past.ending is not Ending.REJECTED for past in pasts)
     if guessed:
@@ -73,6 +74,29 @@ def _fleets(old: Policy, new: Policy) -> Iterator[str]:
     other = [name for name in kept if old.backends[name].capacity != new.backends[name].capacity]
     if other:
         yield f"capacity differs from the recorded one: {', '.join(sorted(other))}"
+
+
+def _waits(old: Policy, new: Policy) -> Iterator[str]:
+    """Yield the classes that are shed and called late by other limits than before."""
+    limits = [
+        {
+            (model.id, one.name): {
+                "max_wait_s": one.waiting.max_wait_s,
+                "ttft_target_s": one.waiting.ttft_target_s,
+            }
+            for model, one in policy.classes()
+        }
+        for policy in (old, new)
+    ]
+    for key, before in limits[0].items():
+        after = limits[1].get(key, before)
+        changed = [
+            f"{name} was {before[name]:g}, is {after[name]:g}"
+            for name in before
+            if before[name] != after[name]
+        ]
+        if changed:
+            yield f"class {key[1]}: {', '.join(changed)}; `shed` and `late` follow each policy's own"
 
 
 def _unknown_features(decided: Sequence[Entry], policy: Policy) -> Iterator[str]:

@@ -44,6 +44,15 @@ def test_for_people(written: Written, tried: str) -> None:
     assert "100.0% of what was served is served in the pool that served it" in result.output
 
 
+def test_without_the_recorded_policy_nobody_is_told_that_nothing_moves(written: Written, tried: str) -> None:
+    result = replay(str(written(line(0, 5_000), line(1, 300_000), has_policy=False)), "-c", tried)
+
+    assert result.exit_code == 0
+    assert "what moves is not known" in result.output
+    assert "no request moves" not in result.output
+    assert "1 would be refused (context_length_exceeded); " in result.output
+
+
 def test_for_programs(written: Written, tried: str) -> None:
     refused = line(2, ending=Ending.REJECTED, status=401, prompt=None)
     result = replay(str(written(line(0), line(1, 5_000), refused)), "-c", tried, "--json")

@@ -193,6 +193,11 @@ def test_what_was_refused_and_would_be_let_in_is_counted(logged: Logged, configu
             "2 configurations were in force",
         ),
         (
+            [line(1)],
+            {"models": classes({**LONG, "when": {"prompt_tokens": ">= 6000"}}, SHORT)},
+            "class long_document: max_wait_s was 900, is 1.2, ttft_target_s was 60, is 2; `shed` and `late`",
+        ),
+        (
             [line(1, traffic_class="long_document")],
             {},
             "1 requests get another class when the recorded policy decides them again",
@@ -200,7 +205,7 @@ def test_what_was_refused_and_would_be_let_in_is_counted(logged: Logged, configu
     ],
     ids=[
         *("fleet", "capacity", "header", "its value", "keys", "output", "outages", "TPOT", "bounds"),
-        *("reload", "other class"),
+        *("reload", "waits", "other class"),
     ],
 )
 def test_what_the_figures_leave_out_is_said(
