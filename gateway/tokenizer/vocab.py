@@ -127,9 +127,11 @@ def build(tokenizer_json: Path, out: Path) -> BuildSummary:
     """Convert a Hugging Face Gemma `tokenizer.json` to a rank file at `out`, and return a summary of it.
 
     The file is written atomically. Raises ConfigError if the source cannot be read or is not a tokenizer like
-    Gemma's, or if `out` cannot be written.
+    Gemma's, or if `out` cannot be written, or may not be replaced: a device, or the source itself.
     """
     started_s = time.perf_counter()
+    if out.exists() and (not out.is_file() or out.samefile(tokenizer_json)):
+        raise ConfigError(f"{out}: would be replaced by the vocabulary: name another file to write")
     source = _read(tokenizer_json)
     contents = _convert(tokenizer_json, source)
     ranks = contents.ranks

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,23 @@ def test_a_directory_is_refused(tmp_path: Path) -> None:
 def test_an_output_that_cannot_be_written_is_a_configuration_error(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
         build(source, tmp_path / "no" / "such" / "folder.tiktoken")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "source", "link to the source"])
+def test_build_replaces_neither_a_device_nor_its_source(source: Path, tmp_path: Path, kind: str) -> None:
+    own = tmp_path / "tokenizer.json"
+    own.write_bytes(source.read_bytes())
+    out = own if kind == "source" else tmp_path / "out"
+    if kind == "pipe":
+        os.mkfifo(out)
+    elif kind == "link to the source":
+        out.symlink_to(own)
+
+    with pytest.raises(ConfigError, match="name another file to write"):
+        build(own, out)
+
+    assert own.read_bytes() == source.read_bytes()
+    assert out.is_fifo() == (kind == "pipe")
 
 
 DAMAGE: list[tuple[str, Callable[[bytes], bytes], str]] = [
