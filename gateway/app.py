@@ -146,7 +146,7 @@ class Gateway:
         self.estimator = open_estimator(settings.vocab)
         parts.say_how_it_counts(self.estimator)
         line, self.counts, self.drift = WaitingLine(), CountTracker(), DriftTracker()
-        watch = BackendWatch(lambda: self.policy, self.ledger, self.clock)
+        watch = BackendWatch(lambda: self.policy, self.ledger, self.counts, self.clock)
         self.board = parts.board(settings, self.name)
         job_store = parts.job_store(settings)
         self._switch = BoxSwitch(parts.members(settings, environ, backends, secrets, tls))

@@ -46,7 +46,7 @@ class Cause(StrEnum):
                 return "something else uses this server: another gateway without the same store, or a client"
             case Cause.HELD:
                 return "slots are held for requests that the engine does not have: slow callers, or a leak"
-        return "the counts agree"
+        return "no difference has lasted for a minute"
 
 
 @valueclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class Uncertainty(StrEnum):
 
     NONE = "none"
     FEW_WINDOWS = "few_windows"  # not observed for long enough, or idle
-    HIDDEN = "hidden"  # too much of its load is not observable: non-streaming answers, other gateways
+    HIDDEN = "hidden"  # too much of its load is not observable: non-streaming answers, other users
     NO_STREAMS = "no_streams"  # no stream of this class has ended here
     NO_SPREAD = "no_spread"  # the batch size hardly varies: saturated, or a constant trickle
     NO_LINE = "no_line"  # steps do not grow with the batch, or have no fixed part

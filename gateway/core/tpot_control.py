@@ -92,6 +92,10 @@ class GapWindow:
             has_spills=self.has_spills or other.has_spills,
         )
 
+    def beside(self, seqs: int) -> "GapWindow":
+        """Return the window with so many more hidden sequences all the time."""
+        return replace(self, hidden_seq_s=self.hidden_seq_s + seqs * self.duration_s)
+
     @property
     def gap_s(self) -> float | None:
         """Mean seconds between two chunks of a stream, as seen by callers; None without chunks."""

@@ -13,6 +13,7 @@ import anyio
 
 from gateway.core.admission import WHOLE, blocks_planned, knee_step
 from gateway.core.backends import Backend, KneeStep
+from gateway.core.count_check import CountTracker
 from gateway.core.knee_estimate import ClassShape, KneeEstimate, StepFit, estimate
 from gateway.core.load import Demand
 from gateway.core.policy import Policy
@@ -153,10 +154,16 @@ class AttemptWatch:
 class BackendWatch:
     """Observes all backends of one gateway process. `run` must be running while requests are served."""
 
-    def __init__(self, policy: Callable[[], Policy], ledger: Ledger, clock: Clock) -> None:
-        """Observe the backends of `policy`, whose slots are counted by `ledger`."""
+    def __init__(
+        self, policy: Callable[[], Policy], ledger: Ledger, counts: CountTracker, clock: Clock
+    ) -> None:
+        """Observe the backends of `policy`, whose slots are counted by `ledger`.
+
+        `counts` says what their engines have besides.
+        """
         self._policy = policy
         self._ledger = ledger
+        self._counts = counts
         self._clock = clock
         self._on_more: list[Callable[[], None]] = []
         self._watched: dict[str, _Watched] = {}
@@ -245,7 +252,8 @@ class BackendWatch:
             window = watched.meter.close(now)
             if window is None:
                 continue
-            watched.fit = watched.fit.with_window(window)
+            strangers = max(0, self._counts.drift(name).lasting_seqs)
+            watched.fit = watched.fit.with_window(window.beside(strangers))
             target_s = policy.tpot_target_s(name)
             before = watched.control.share
             if target_s is None:

@@ -134,6 +134,21 @@ def test_windows_with_much_hidden_do_not_count() -> None:
     assert StepFit().with_window(replace(seen, hidden_seq_s=seen.decoding_seq_s / 10)).windows == 1
 
 
+def test_what_strangers_have_in_the_engine_is_part_of_its_batch() -> None:
+    """They make every step longer; left out, they would pass for a larger fixed part."""
+    strangers, told, untold = 4, StepFit(), StepFit()
+    dice = random.Random(1)
+    for _ in range(200):
+        batch, prompt = dice.randint(20, 40), dice.randint(0, 400)
+        seen = window(batch, prompt, 0.0125 + 0.00125 * (batch + strangers) + 0.00015 * prompt)
+        told = told.with_window(seen.beside(strangers))
+        untold = untold.with_window(seen)
+
+    knee = KNEE_RATIO * 0.0125 / (0.00125 + 0.0015) * 1.01
+    assert estimate(told, SHAPE).seqs == pytest.approx(knee)
+    assert estimate(untold, SHAPE).seqs == pytest.approx(1.4 * knee)
+
+
 # ------------------------------------------------------------------ where it cannot tell
 
 

@@ -11,6 +11,7 @@ from support.world import POLICY, StillClock
 from gateway.core.admission import WHOLE
 from gateway.core.backends import Gates
 from gateway.core.conversations import HASHING, TOLD_MIN_TOKENS, Conversations
+from gateway.core.count_check import CountTracker
 from gateway.core.decision import Candidate
 from gateway.core.facts import Attempts, Facts, Learned
 from gateway.core.health import BackendStatus, HealthRules, Outcome, ProbeOk, State, Verdict
@@ -43,7 +44,7 @@ class Gateway:
         self.line = WaitingLine()
         self.prefixes = MemoryPrefixIndex()
         self.looks = 0
-        self.watch = BackendWatch(lambda: POLICY, MemoryLedger(), self.clock)
+        self.watch = BackendWatch(lambda: POLICY, MemoryLedger(), CountTracker(), self.clock)
         self.peers = Peers(
             fleet=self.fleet,
             estimator=self.estimator,

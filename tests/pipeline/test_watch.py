@@ -9,7 +9,7 @@ from support.world import DONE, HELLO, POLICY, ROLE, STOP, WHOLE, Caller, Script
 
 from gateway.core import admission
 from gateway.core.backends import JobRoom, Spill
-from gateway.core.health import Outcome
+from gateway.core.health import EngineSample, Outcome
 from gateway.core.knee_estimate import Uncertainty
 from gateway.core.load import Demand, Load
 from gateway.core.policy import Policy
@@ -268,6 +268,20 @@ async def test_what_other_gateways_run_fills_a_backend_too() -> None:
     assert world.pipeline.watch.share_max("light-0") < admission.WHOLE
     (estimate,) = world.pipeline.watch.snapshots()["light-0"].knees.values() or [None]
     assert estimate is not None
+    assert estimate.doubt is Uncertainty.HIDDEN
+
+
+async def test_what_others_without_a_gateway_run_there_is_hidden(world: World) -> None:
+    """For a minute the engine has had one sequence more than the gateways: half of its batch."""
+    for at in range(61):
+        engine = EngineSample(at=float(at), running=2, waiting=0)
+        world.counts.observe(engine, Load(seqs=1), POLICY.backends["light-0"])
+    streams = Streams(world)
+    async with anyio.create_task_group() as tasks:
+        await streams.start(tasks, "light-0", 90)
+        await play(world, streams, [0.6] * 90)
+
+    (estimate,) = world.pipeline.watch.snapshots()["light-0"].knees.values()
     assert estimate.doubt is Uncertainty.HIDDEN
 
 

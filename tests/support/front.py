@@ -172,7 +172,7 @@ async def front(
             prefixes=MemoryPrefixIndex(),
             drift=DriftTracker(),
             counts=CountTracker(),
-            watch=BackendWatch(lambda: policy, ledger, clock),
+            watch=BackendWatch(lambda: policy, ledger, CountTracker(), clock),
             line=WaitingLine(),
             recorder=notes,
             clock=clock,

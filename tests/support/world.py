@@ -255,7 +255,7 @@ class World:
             prefixes=self.prefixes,
             drift=DriftTracker(),
             counts=self.counts,
-            watch=BackendWatch(lambda: self.policy, self.ledger, self.clock),
+            watch=BackendWatch(lambda: self.policy, self.ledger, self.counts, self.clock),
             line=WaitingLine(),
             recorder=self.notes,
             clock=self.clock,
