@@ -448,10 +448,14 @@ class Gateway:
 
     @property
     def in_flight(self) -> int:
-        """Number of requests being received or served; for a process that only runs jobs, its jobs."""
+        """Number of requests being received or served; for a process that only runs jobs, its jobs.
+
+        If there are none, of chats that it answers for callers of other processes.
+        """
         if self.settings.is_job_worker and self.worker is not None:
             return self.worker.running
-        return self.applications.serving.in_flight + self.applications.serving.uploads.calls
+        own = self.applications.serving.in_flight + self.applications.serving.uploads.calls
+        return own or (0 if self.worker is None else self.worker.awaited)
 
     @property
     def notice_s(self) -> float:
@@ -471,13 +475,15 @@ class Gateway:
             await anyio.sleep(notice_s)
 
     async def drain(self) -> None:
-        """Reject new requests, and return when everything `in_flight` has ended."""
+        """Reject new requests, and return when everything `in_flight` has ended, here and at other processes."""
         if self.worker is not None:
             self.worker.drain(lambda: self.applications.waiting_in_place > 0)
         if self.settings.is_job_worker and self.worker is not None:
             await self.worker.wait_idle()
         else:
             await self.applications.serving.drain()
+            if self.worker is not None:
+                await self.worker.wait_unawaited()
 
     @asynccontextmanager
     async def running(self, listen: socket.socket | None = None) -> AsyncIterator[Running]:

@@ -173,7 +173,9 @@ def _read(
     """
     facts = JobFacts.of(job)
     trace = None if tracing is None else tracing.begin(None, parse(facts.trace))
-    arrival = Arrival(new_request_id(), clock.wall(), clock.now(), trace, job=job.id)
+    arrival = Arrival(
+        new_request_id(), clock.wall(), clock.now(), trace, job=job.id, is_awaited=facts.is_awaited
+    )
     found = wire.read(Endpoint.CHAT, Received(arrival, body, job.new.key, facts.headers, ()), rules)
     queued_s = 0.0 if job.started_at is None else max(0.0, job.started_at - job.created_at)
     _, traffic_class = model_and_class(job.new.lane)

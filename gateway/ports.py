@@ -82,6 +82,7 @@ class Arrival:
         trace: Its place in a trace; None if tracing is off.
         route: The template of the requested path; "" for anything without a route, such as a job.
         job: The id of the job that it is an attempt of; "" if it is none.
+        is_awaited: Whether it is an attempt of a job whose caller stays connected, here or elsewhere.
     """
 
     id: str
@@ -90,6 +91,7 @@ class Arrival:
     trace: Trace | None = None
     route: str = ""
     job: str = ""
+    is_awaited: bool = False
 
 
 class Incoming(Protocol):

@@ -155,6 +155,7 @@ class ChatJobs:
                 headers=headers_kept(received.headers),
                 conversation={},
                 is_chat=True,
+                is_awaited=is_in_place,
             )
             job, known = await self._background.submit(
                 request,

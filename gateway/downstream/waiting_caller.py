@@ -162,7 +162,7 @@ class WaitingCaller:
                 await self._send(data)
             if replay.is_broken:
                 raise StreamBroken(
-                    "The backend failed, and the answer was started again: discard what came before. "
+                    "The answer broke off, and was started again: discard what came before. "
                     f"The new answer will be {_where(job)}."
                 )
             job = await self._in_time(job, has_begun=replay.chunks > 0)

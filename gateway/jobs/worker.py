@@ -119,6 +119,7 @@ class _Claim:
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     beginning: Beginning = Beginning.NEW
     is_admitted: bool = False  # it has been given a slot on a backend
+    is_awaited: bool = False  # a caller stays connected for its answer
     has_begun: bool = False  # its answer has begun
     is_returned: bool = False  # it is to be returned before its answer begins
     is_reported: bool = False  # the store is being told of its end, and will say itself whether it was held
@@ -160,6 +161,7 @@ class Worker:
         self._claims: dict[str, _Claim] = {}
         self._room = anyio.Event()
         self._idle = anyio.Event()
+        self._unawaited = anyio.Event()
         self._scope = anyio.CancelScope()
         self._ended = anyio.Event()
         self.is_draining = False
@@ -169,6 +171,11 @@ class Worker:
     def running(self) -> int:
         """Number of jobs claimed."""
         return len(self._claims)
+
+    @property
+    def awaited(self) -> int:
+        """Number of jobs whose answers have begun, and whose callers stay connected for them."""
+        return sum(claim.is_awaited and claim.has_begun for claim in self._claims.values())
 
     async def run(self) -> None:
         """Run jobs until stopped or cancelled; unfinished ones are returned then."""
@@ -201,6 +208,11 @@ class Worker:
         """Wait until no jobs are left, after `drain`; `run` must be running."""
         await self._idle.wait()
 
+    async def wait_unawaited(self) -> None:
+        """Wait until none are `awaited`, after `drain` and the last `is_needed()`; `run` must be running."""
+        self._room.set()
+        await self._unawaited.wait()
+
     # ------------------------------------------------------------ claiming
 
     async def _next(self) -> Job | None:
@@ -212,6 +224,8 @@ class Worker:
                 if not claim.has_begun:
                     claim.is_returned = True
                     claim.scope.cancel()
+            if not self.awaited:
+                self._unawaited.set()
             if not self._claims:
                 self._idle.set()
         if is_leaving or len(self._claims) >= self._rules.running_max:
@@ -374,6 +388,7 @@ class Worker:
             incoming = await decoded(job.new.size_bytes, partial(self._read, job, body))
         except GatewayError as error:
             return writer.chunks, error
+        claim.is_awaited = incoming.arrival.is_awaited
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(writer.run)

@@ -952,26 +952,31 @@ models:
       - {{class: reasoning, when: {{reasoning: true}}, pools: [light], queue: {{}}}}
       - {{class: short_chat, pools: [light]}}
 store: {{url: "{url}"}}
-jobs: {{running_max: 1}}
+jobs: {{running_max: 1, work_in_serve: {works}}}
 health: {{interval_s: 0.2}}
 """
 
 
 @asynccontextmanager
 async def processes(
-    folder: Path, store: RedisServer, gateways: int, *, speed: int
+    folder: Path, store: RedisServer, *works: bool, speed: int
 ) -> AsyncIterator[list[tuple[Any, str]]]:
-    """Run gateways in front of one backend, in processes of their own; yields each with its URL."""
+    """Run gateways in front of one backend, in processes of their own; yields each with its URL.
+
+    `works`: for each, whether it runs jobs.
+    """
     async with AsyncExitStack() as stack:
         simulate = running("simulate", "--profile", "h100-tp1-light", "--port", "0", "--speed", str(speed))
         backend = (await (await stack.enter_async_context(simulate)).wait_for(r"(http://127\.0\.0\.1:\d+)"))[
             1
         ]
-        rest = CONFIG.format(url=store.url)
-        file = config(folder, {"light-0": (backend, "h100-tp1-light")}, {"light": ["light-0"]}, rest)
-        started = [
-            await stack.enter_async_context(running("serve", "--config", str(file))) for _ in range(gateways)
-        ]
+        started = []
+        for number, does_work in enumerate(works):
+            own = folder / str(number)
+            own.mkdir()
+            rest = CONFIG.format(url=store.url, works=str(does_work).lower())
+            file = config(own, {"light-0": (backend, "h100-tp1-light")}, {"light": ["light-0"]}, rest)
+            started.append(await stack.enter_async_context(running("serve", "--config", str(file))))
         yield [(one, (await one.wait_for(r"serves (http://\S+)/v1"))[1]) for one in started]
 
 
@@ -980,7 +985,7 @@ async def test_a_gateway_that_drains_serves_those_who_wait_in_its_queue(
 ) -> None:
     """Nobody else is there to do it; and then it ends, long before its time for that is over."""
     async with (
-        processes(tmp_path, store, 1, speed=20) as [(gateway, url)],
+        processes(tmp_path, store, True, speed=20) as [(gateway, url)],
         clients.sdk(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
         clients.http(base_url=url, timeout=60) as http,
     ):
@@ -1003,9 +1008,28 @@ async def test_a_gateway_that_drains_serves_those_who_wait_in_its_queue(
     assert got[-1] == "data: [DONE]"
 
 
+async def test_a_gateway_that_drains_finishes_what_callers_of_another_one_wait_for(
+    tmp_path: Path, store: RedisServer
+) -> None:
+    """Their streams do not break off, as in a rolling restart; and then it ends."""
+    async with (
+        processes(tmp_path, store, False, True, speed=5) as [(_, url), (working, _)],
+        clients.sdk(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
+    ):
+        stream = await client.chat.completions.create(**LONG, **THINKING, extra_body=FOREVER, stream=True)
+        chunks = [await anext(stream)]
+        working.process.terminate()
+        await working.wait_for("draining: 1 requests in flight")
+        with anyio.fail_after(60):
+            chunks += [chunk async for chunk in stream]
+            assert await working.process.wait() == 0
+
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
 async def test_the_answer_outlives_the_gateway_that_was_killed(tmp_path: Path, store: RedisServer) -> None:
     """Two gateways on one store: the one with the caller dies in the middle, the other has the answer."""
-    async with processes(tmp_path, store, 2, speed=5) as [(gateway, url), (_, other)]:
+    async with processes(tmp_path, store, True, True, speed=5) as [(gateway, url), (_, other)]:
         async with clients.sdk(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
             stream = await client.chat.completions.create(**LONG, **THINKING, extra_body=FOREVER, stream=True)
             first = await anext(stream)

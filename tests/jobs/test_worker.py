@@ -694,6 +694,52 @@ async def test_a_worker_that_drains_takes_jobs_as_long_as_callers_wait_for_them(
         assert job is not None and job.status is JobStatus.QUEUED
 
 
+async def test_a_worker_that_drains_can_wait_for_answers_that_callers_stay_connected_for(
+    world: JobWorld,
+) -> None:
+    rules = replace(RULES, look_s=1000.0)  # it is woken
+    store, held = world.open(), Held(3)
+
+    async def before(asked: Asked, number: int) -> None:
+        if asked.job.id == "awaited":
+            await held(asked, number)
+        elif number == 3 or asked.job.id == "awaited-too":
+            await anyio.sleep_forever()
+
+    await submit(store, "awaited", "b")
+    async with working(store, Backend(before), rules=rules) as worker:
+        for id in ("awaited", "b"):
+            await until_stored(store, id, "".join(WORDS[:3]))
+        await submit(store, "awaited-too")
+        with anyio.fail_after(WITHIN_S):
+            while worker.running < 3:
+                await anyio.lowlevel.checkpoint()
+        worker.drain()
+        is_over = False
+
+        async def over() -> None:
+            nonlocal is_over
+            await worker.wait_unawaited()
+            is_over = True
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(over)
+            for _ in range(100):  # it looks again and again
+                await world.redis.ping()
+            assert (worker.awaited, is_over) == (1, False)
+            held.go()
+            with anyio.fail_after(WITHIN_S):
+                while not is_over:
+                    await anyio.lowlevel.checkpoint()
+        assert worker.running == 1
+    jobs = {id: await store.get(id) for id in ("awaited", "awaited-too", "b")}
+    assert {id: (job.status.value, job.attempt) for id, job in jobs.items() if job} == {
+        "awaited": ("completed", 1),
+        "awaited-too": ("queued", 1),
+        "b": ("queued", 1),
+    }
+
+
 # ------------------------------------------------------------------ the store stops
 
 

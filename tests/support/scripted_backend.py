@@ -16,7 +16,7 @@ import anyio
 from gateway.core.errors import GatewayError
 from gateway.core.jobs import Job, Serving
 from gateway.jobs.worker import Worker, WorkerRules
-from gateway.ports import Downstream, Incoming
+from gateway.ports import Arrival, Downstream, Incoming
 from gateway.store.jobs import RedisJobs
 
 WORDS = [f"word{number} " for number in range(8)]
@@ -32,6 +32,11 @@ class Asked:
 
     job: Job
     body: dict[str, Any]
+
+    @property
+    def arrival(self) -> Arrival:
+        """Jobs named "awaited..." have a caller who stays connected."""
+        return Arrival("req-1", 0.0, 0.0, is_awaited=self.job.id.startswith("awaited"))
 
     @property
     def so_far(self) -> str:

@@ -29,6 +29,7 @@ class JobFacts:
         conversation: The conversation up to and including this request, for responses that continue it.
         is_chat: Whether it was submitted as a chat, so that it can be returned as one.
         trace: The span of the submitting request, as a `traceparent`; "" if there is none.
+        is_awaited: Whether its caller stays connected until it is answered.
     """
 
     response: Mapping[str, Any]
@@ -38,6 +39,7 @@ class JobFacts:
     conversation: Mapping[str, Any]
     is_chat: bool = False
     trace: str = ""
+    is_awaited: bool = False
 
     def encoded(self) -> bytes:
         """Return the facts as JSON."""
