@@ -481,9 +481,9 @@ PIECE_BYTES = 16_384
 """A body is kept in pieces of at least this size, if at all."""
 
 WAITING = {
-    "stream": ("/v1/chat/completions", {"stream": True}),
-    "whole": ("/v1/chat/completions", {}),
-    "responses": ("/v1/responses", {"background": True, "stream": True}),
+    "stream": ("/v1/chat/completions", {"stream": True, "reasoning_effort": "high"}),
+    "whole": ("/v1/chat/completions", {"reasoning_effort": "high"}),
+    "responses": ("/v1/responses", {"background": True, "stream": True, "reasoning": {"effort": "high"}}),
 }
 
 
@@ -495,7 +495,7 @@ async def test_who_waits_for_a_job_has_its_body_in_the_store_alone(
     path, members = WAITING[name]
     said = "All that a document says. " * 3_500
     prompt = {"input": said} if name == "responses" else {"messages": [{"role": "user", "content": said}]}
-    body = json.dumps({"model": "gemma-4", "reasoning_effort": "high", **members, **prompt}).encode()
+    body = json.dumps({"model": "gemma-4", **members, **prompt}).encode()
     fields = f"host: x\r\nauthorization: Bearer a\r\ncontent-length: {len(body)}\r\n\r\n"
     request = f"POST {path} HTTP/1.1\r\n{fields}".encode() + body
     callers = 20
@@ -513,7 +513,12 @@ async def test_who_waits_for_a_job_has_its_body_in_the_store_alone(
             async def waits() -> bool:
                 return len(await jobs_of(running)) == waiting + 1  # and the one that runs
 
-            await until(waits)
+            try:
+                await until(waits)
+            except TimeoutError:
+                with anyio.move_on_after(1.0):
+                    pytest.fail(f"{await jobs_of(running)}, {await caller.receive()!r}")
+                raise
 
         await come(1)
         tracemalloc.start()
