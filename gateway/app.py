@@ -475,7 +475,7 @@ class Gateway:
             await anyio.sleep(notice_s)
 
     async def drain(self) -> None:
-        """Reject new requests, and return when everything `in_flight` has ended, here and at other processes."""
+        """Reject new requests, and return when what it serves has ended, here and for others."""
         if self.worker is not None:
             self.worker.drain(lambda: self.applications.waiting_in_place > 0)
         if self.settings.is_job_worker and self.worker is not None:

@@ -480,7 +480,7 @@ async def occupied(running: Site) -> AsyncIterator[str]:
 PIECE_BYTES = 16_384
 """A body is kept in pieces of at least this size, if at all."""
 
-WAITING = {
+WAITING: dict[str, tuple[str, dict[str, Any]]] = {
     "stream": ("/v1/chat/completions", {"stream": True, "reasoning_effort": "high"}),
     "whole": ("/v1/chat/completions", {"reasoning_effort": "high"}),
     "responses": ("/v1/responses", {"background": True, "stream": True, "reasoning": {"effort": "high"}}),
