@@ -6,7 +6,7 @@ completion, is translated event by event, and stored if requested.
 
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -170,25 +170,15 @@ class Responses:
 
         async def follow(downstream: HttpDownstream) -> None:
             await downstream.start(200, (*SSE_HEADERS, *headers))
-            await self._follow(background.jobs, job, -1, downstream.send)
+            async for events in background.jobs.events(job, -1):
+                with while_caller_reads():
+                    await downstream.send(frames_of(events) or KEEP_ALIVE)
             await downstream.finish()
 
         if asked.incoming.request.stream:
             return follow
         response = await background.jobs.response(job, known)
         return partial(send_json, response, headers=headers)
-
-    async def _follow(
-        self, jobs: CallersJobs, job: Job, after: int, send: Callable[[bytes], Awaitable[None]]
-    ) -> None:
-        """Send the events of a job as they arrive, with keep-alive comments in between.
-
-        Raises:
-            CallerStalled: the caller does not read.
-        """
-        async for events in jobs.events(job, after):
-            with while_caller_reads():
-                await send(frames_of(events) or KEEP_ALIVE)
 
     # -------------------------------------------------------------- stored responses
 
