@@ -80,7 +80,8 @@ class Responses:
     async def read(self, received: Received) -> Work:
         """Return the work that answers a request to create a response. See `reading.Read`."""
         raws, members = await self._readers.run(lambda: members_in(received.body), received.body)
-        background = self._background_of(members)
+        wants_job = wants_background(members, has_jobs=self._background is not None)
+        background = self._background if wants_job else None
         read_on = partial(self._read_on, raws=raws, members=members, background=background)
         if background is not None:
             return await read_on(received)
@@ -137,15 +138,6 @@ class Responses:
         )
 
     # -------------------------------------------------------------- background
-
-    def _background_of(self, members: Mapping[str, Any]) -> Background | None:
-        """Return the job service if the request asks for a background response, or else None.
-
-        Raises:
-            InvalidRequest: see `wants_background`.
-        """
-        wanted = wants_background(members, has_jobs=self._background is not None)
-        return self._background if wanted else None
 
     async def _handed_over(
         self, background: Background, asked: ResponseRequest, received: Received, token: str
