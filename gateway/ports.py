@@ -569,11 +569,10 @@ class JobStore(Protocol):
     async def all_chunks(self, job_id: str) -> Sequence[Chunk]:
         """Return all chunks of a job's answer."""
 
-    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> bool:
+    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus) -> bool:
         """Wait until a job changes, at most `wait_s`. Return whether it has.
 
-        It has changed if it has more chunks than `chunks`, a status other than `status` (None: its status at
-        the time of the call), is final or is gone.
+        It has changed if it has more chunks than `chunks`, a status other than `status`, is final or is gone.
         """
 
     async def cancel(self, job_id: str) -> Job | None:

@@ -174,14 +174,13 @@ class RedisJobs(JobScripts):
             found += more
         return found
 
-    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> bool:
+    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus) -> bool:
         """See `ports.JobStore.changed`."""
         with anyio.move_on_after(wait_s), self._waiting_for(job_id) as waiters:
             while True:
                 heard = waiters.heard  # read before the check, so that messages during it are not missed
                 now_status, now_chunks = await self._status_of(job_id)
-                status = status or now_status
-                if now_chunks > chunks or now_status is not status or status is None or status.is_final:
+                if now_chunks > chunks or now_status is not status or status.is_final:
                     return True
                 with anyio.move_on_after(self._poll_s()):
                     await heard.wait()

@@ -195,12 +195,12 @@ class Answered:
         self.idle = idle
         self.said = [Chunk(number, 1, data) for number, data in enumerate(said)]
         self.got = self.loaded = 0
-        self.known: list[JobStatus | None] = []
+        self.known: list[JobStatus] = []
 
     async def chunks(self, job_id: str, start: int = 0, limit: int = 1000) -> Sequence[Chunk]:
         return self.said[start : start + limit] if self.job.status.is_final else ()
 
-    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> bool:
+    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus) -> bool:
         self.known.append(status)
         if len(self.known) <= self.idle:
             return False
@@ -395,7 +395,7 @@ async def test_who_follows_a_long_answer_takes_no_turn_for_what_is_new() -> None
 class Unchanged(Answered):
     """A store in which nothing happens any more."""
 
-    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> bool:
+    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus) -> bool:
         await anyio.sleep_forever()
         return False
 
@@ -471,7 +471,7 @@ class Lagging(Answered):
         held = self.lists.pop(0) if len(self.lists) > 1 else self.lists[0]
         return held[start : start + limit]
 
-    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> bool:
+    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus) -> bool:
         await anyio.lowlevel.checkpoint()
         return True
 
@@ -518,7 +518,7 @@ class Away:
     def __init__(self) -> None:
         self.missed: set[str] = set()
 
-    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus | None = None) -> bool:
+    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus) -> bool:
         if job_id not in self.missed:
             self.missed.add(job_id)
             raise StoreUnavailable("away")

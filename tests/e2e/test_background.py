@@ -19,6 +19,7 @@ from support.site import Site, jobs_site, simulated, site
 
 from gateway import app
 from gateway.core.health import transitions
+from gateway.core.jobs import JobStatus
 from gateway.downstream import job_waits
 from gateway.simulator.options import Fault, FaultOrder
 
@@ -387,7 +388,7 @@ async def test_a_job_outlives_its_gateway(tmp_path: Path, store: RedisServer) ->
         jobs = running.jobs
         with anyio.fail_after(30):
             while not await jobs.chunks(job.id):
-                await jobs.changed(job.id, 0, 1.0)
+                await jobs.changed(job.id, 0, 1.0, JobStatus.IN_PROGRESS)
     async with jobs_site(tmp_path, store, speed=50.0) as running:
         done = await ended(running.openai(api_key="a"), job.id)
         found = await running.jobs.get(job.id)

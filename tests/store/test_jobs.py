@@ -817,7 +817,7 @@ async def is_heard(world: JobWorld, id: str) -> None:
             pass
 
 
-async def waits(jobs: Jobs, id: str, chunks: int, status: JobStatus | None = None) -> None:
+async def waits(jobs: Jobs, id: str, chunks: int, status: JobStatus = JobStatus.QUEUED) -> None:
     with anyio.fail_after(WITHIN_S):
         assert await jobs.changed(id, chunks, 1000.0, status)
 
@@ -841,7 +841,7 @@ async def test_whoever_waits_for_a_job_hears_of_every_change(world: JobWorld, jo
         await changes(JobStatus.IN_PROGRESS, 1, there.append(*there.held("a"), Chunk(1, 1, b"x")))
         await changes(JobStatus.IN_PROGRESS, 2, there.give_back(*there.held("a"), attempts_max=3))
         await changes(JobStatus.QUEUED, 2, there.cancel("a"))
-        await waits(jobs, "a", 2)  # there is nothing to wait for any more
+        await waits(jobs, "a", 2, JobStatus.CANCELLED)  # there is nothing to wait for any more
         await waits(jobs, "nothing", 0)
 
 
@@ -856,7 +856,7 @@ async def test_what_was_missed_is_not_waited_for(world: JobWorld, jobs: Jobs) ->
 async def test_nothing_happens_for_as_long_as_one_waits(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a")
     async with listening(jobs):
-        assert not await jobs.changed("a", 0, 0.05)
+        assert not await jobs.changed("a", 0, 0.05, JobStatus.QUEUED)
         await jobs.waiting(0.0)
         assert list(await jobs.waiting(0.05)) == []
 
@@ -1244,7 +1244,7 @@ async def test_a_store_that_is_away_says_so_and_comes_back(
     calls: list[Any] = [
         lambda: jobs.get("a"),
         lambda: jobs.chunks("a"),
-        lambda: jobs.changed("a", 0, 10.0),
+        lambda: jobs.changed("a", 0, 10.0, JobStatus.QUEUED),
         lambda: jobs.claim("w", [LANE], 3),
         lambda: jobs.queue(),
     ]
