@@ -49,6 +49,10 @@ goes on elsewhere, against doing it twice."""
 COMMAND_S = 2.0
 """Timeout of a command, and of waiting for a connection. A choice: a body may be megabytes long."""
 
+CONNECTIONS_MAX = 16
+"""Connections per process, beside the subscribed one. A choice that bounds a process's connections
+(docs/store.md#size-of-jobs)."""
+
 POLL_S = 5.0
 """Polling interval for a job that is waited for. A choice: only in case a message about it is lost."""
 
@@ -101,7 +105,6 @@ class RedisJobs(JobScripts):
         prefix: str = "gw",
         lost_s: float = LOST_S,
         command_s: float = COMMAND_S,
-        connections_max: int = 16,
     ) -> None:
         """Prepare to store jobs in the Redis at `url`; connects on first use.
 
@@ -110,14 +113,9 @@ class RedisJobs(JobScripts):
             prefix: Prefix of all keys and channels. Gateways with the same prefix share their jobs.
             lost_s: A worker not heard from for this long has lost its jobs.
             command_s: Timeout of a command, and of waiting for a connection.
-            connections_max: Maximum number of connections, in addition to the subscribed one.
         """
         connections = LoggedConnections(
-            url,
-            store="jobs",
-            title="job store",
-            command_s=command_s,
-            connections_max=connections_max,
+            url, store="jobs", title="job store", command_s=command_s, connections_max=CONNECTIONS_MAX
         )
         scripts = {name: connections.script("webhooks", "jobs", f"job_{name}") for name in _SCRIPTS}
         super().__init__(connections, prefix, scripts, milliseconds(lost_s))

@@ -12,6 +12,10 @@ from gateway.store.connections import Connections, StoreAway, milliseconds
 from gateway.store.facts import BYTES_MAX, PeerFacts
 from gateway.store.wire import PipelinedConnections, ScriptMissing, packed, subscribed
 
+CONNECTIONS_MAX = 16
+"""Connections per process, beside those for `settle` and the subscribed one. A choice: a heartbeat needs one;
+a server that has lost the script of `settle` is sent it for several backends at once."""
+
 _counters = attrgetter(*COUNTERS)
 _SIZE = len(COUNTERS)
 
@@ -115,9 +119,7 @@ NextNews = Callable[[], Awaitable[News | None]]
 class Leases:
     """The scripts of one Redis, for one owner. All methods raise StoreAway."""
 
-    def __init__(
-        self, url: str, *, prefix: str, owner: str, ttl_s: float, command_s: float, connections_max: int
-    ) -> None:
+    def __init__(self, url: str, *, prefix: str, owner: str, ttl_s: float, command_s: float) -> None:
         """Prepare to use the server at `url`; connects on first use.
 
         Args:
@@ -127,12 +129,11 @@ class Leases:
             ttl_s: Expiry of an account unless renewed.
             command_s: Timeout of a command, including connecting; and the maximum time it may wait for a
                 free connection before.
-            connections_max: Maximum concurrent commands other than `settle`, each on its own connection.
         """
         self._prefix, self._owner = prefix, owner
         self._ttl_ms = milliseconds(ttl_s)
         self._connections = Connections(
-            url, name=f"gateway-{owner}", command_s=command_s, connections_max=connections_max
+            url, name=f"gateway-{owner}", command_s=command_s, connections_max=CONNECTIONS_MAX
         )
         self._channel = f"{prefix}:freed"
         self._settling = PipelinedConnections(self._connections.connection, command_s)

@@ -105,7 +105,6 @@ class RedisLedger:
         command_s: float = COMMAND_S,
         refresh_s: float = REFRESH_S,
         tick_s: float = TICK_S,
-        connections_max: int = 16,
         takes_turns: Collection[str] = (),
         owner: str = "",
     ) -> None:
@@ -118,7 +117,6 @@ class RedisLedger:
             command_s: Timeout of a command, and of waiting for its turn.
             refresh_s: Interval between two snapshots of what the others hold.
             tick_s: This interval while requests are being placed.
-            connections_max: Maximum connections, besides those for accounts and the subscribed one.
             takes_turns: Backends on which no surplus may be granted.
             owner: See `process_name`; "" for one of its own.
         """
@@ -128,14 +126,7 @@ class RedisLedger:
         self.return_s = refresh_s + 2 * command_s
         self._ttl_s, self._refresh_s, self._tick_s = ttl_s, refresh_s, tick_s
         self._takes_turns = frozenset(takes_turns)
-        self._leases = Leases(
-            url,
-            prefix=prefix,
-            owner=self.owner,
-            ttl_s=ttl_s,
-            command_s=command_s,
-            connections_max=connections_max,
-        )
+        self._leases = Leases(url, prefix=prefix, owner=self.owner, ttl_s=ttl_s, command_s=command_s)
         self._own = MemoryLedger(f"{self.owner}:")
         self._own.on_freed(self.tell)
         self._accounts: dict[str, Account] = {}

@@ -38,8 +38,7 @@ async def open_leases(store: Any) -> AsyncIterator[Callable[[str], Leases]]:
     made: list[Leases] = []
 
     def open_(owner: str) -> Leases:
-        options: Any = {"ttl_s": TTL_S, "command_s": 10, "connections_max": 2}
-        made.append(Leases(store.url, prefix=store.prefix, owner=owner, **options))
+        made.append(Leases(store.url, prefix=store.prefix, owner=owner, ttl_s=TTL_S, command_s=10.0))
         return made[-1]
 
     yield open_

@@ -888,10 +888,13 @@ async def test_many_who_wait_look_more_rarely_as_long_as_messages_come(
     assert (alone, told, jobs._poll_s()) == (1.0, 4.0, 1.0)
 
 
-async def test_any_number_of_waiters_takes_one_connection(world: JobWorld, jobs: Jobs) -> None:
+async def test_any_number_of_waiters_takes_one_connection(
+    world: JobWorld, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.store.jobs.CONNECTIONS_MAX", 2)
     ids = [f"j{number}" for number in range(100)]
     await world.submit(jobs, *ids)
-    jobs = world.open(connections_max=2)
+    jobs = world.open()
     async with listening(jobs):
         async with anyio.create_task_group() as tasks:
             for id in ids * 10:
