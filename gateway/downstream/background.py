@@ -19,6 +19,7 @@ from gateway.core.responses.replay import JobFacts
 from gateway.core.usage import Ending, RequestRecord
 from gateway.core.value import valueclass
 from gateway.downstream.callers_jobs import CallersJobs
+from gateway.downstream.reading import arrival_record
 from gateway.events import about
 from gateway.pipeline import JobQuestions, Pipeline
 from gateway.ports import Clock, Headers, Incoming, JobStore, Recorder
@@ -198,22 +199,14 @@ def _record(
     incoming: Incoming, decision: Decision, job: str, status: int, decided_at: float, now: float
 ) -> RequestRecord:
     """Return the record of a request that was submitted as the job `job`."""
-    request, arrival = incoming.request, incoming.arrival
-    return RequestRecord(
-        id=arrival.id,
+    request = incoming.request
+    record = arrival_record(incoming.arrival, request.key, Ending.HANDED_OVER, status, "", now)
+    return replace(
+        record,
         model=request.model,
         stream=request.stream,
-        ending=Ending.HANDED_OVER,
-        status=status,
-        error_code="",
-        key=request.key,
-        wall_at=arrival.wall_at,
-        received_at=arrival.received_at,
         estimated_at=decided_at,
-        ended_at=now,
         decision=decision,
-        trace=arrival.trace,
-        route=arrival.route,
         job=job,
     )
 
