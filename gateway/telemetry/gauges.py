@@ -1,10 +1,9 @@
 """Gauges, whose values are read when scraped: backends, knees, queues, boxes, the store and the log."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from gateway.core import admission
 from gateway.core.backends import Backend
@@ -19,6 +18,7 @@ from gateway.core.selection import unavailable_reason
 from gateway.core.swap_policy import Backlog
 from gateway.pipeline import BackendSnapshot
 from gateway.pipeline.box_controller import BoxSnapshot
+from gateway.telemetry.series import AtScrape
 
 
 def register(
@@ -49,24 +49,14 @@ def register(
     `dropped_lines` returns the number of dropped log lines.
     """
     registry.register(
-        _AtScrape(lambda: _backends(backends(), loads(), statuses(), objections(), drifts(), count_drifts()))
+        AtScrape(lambda: _backends(backends(), loads(), statuses(), objections(), drifts(), count_drifts()))
     )
-    registry.register(_AtScrape(lambda: _knees(snapshots())))
-    registry.register(_AtScrape(lambda: _queues(waiting(), oldest_waits_s(), wait_limits_s(), wants())))
-    registry.register(_AtScrape(lambda: _classes(served())))
-    registry.register(_AtScrape(lambda: _boxes(boxes())))
-    registry.register(_AtScrape(lambda: _store(replicas(), store_modes())))
-    registry.register(_AtScrape(lambda: _log(dropped_lines())))
-
-
-class _AtScrape(Collector):
-    """Metrics whose values are read when scraped."""
-
-    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        return self._read()
+    registry.register(AtScrape(lambda: _knees(snapshots())))
+    registry.register(AtScrape(lambda: _queues(waiting(), oldest_waits_s(), wait_limits_s(), wants())))
+    registry.register(AtScrape(lambda: _classes(served())))
+    registry.register(AtScrape(lambda: _boxes(boxes())))
+    registry.register(AtScrape(lambda: _store(replicas(), store_modes())))
+    registry.register(AtScrape(lambda: _log(dropped_lines())))
 
 
 def _backends(

@@ -3,14 +3,13 @@
 A lane is a model and a class of the configuration, so labels are bounded.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from gateway.core.jobs import AttemptEnd, AttemptOutcome, Beginning, JobOutcome, JobStatus, QueueSnapshot
-from gateway.telemetry.series import Before
+from gateway.telemetry.series import AtScrape, Before
 
 QUEUE_BUCKETS_S = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 1800, 3600, 7200, 14400, 28800, 57600, 86400)
 DURATION_BUCKETS_S = (1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 57600, 86400)
@@ -29,7 +28,7 @@ class JobMetrics:
         self,
         registry: CollectorRegistry,
         *,
-        lanes: Callable[[], Iterable[str]],
+        lanes: Callable[[], Collection[str]],
         snapshot: Callable[[], QueueSnapshot | None],
         now: Callable[[], float],
     ) -> None:
@@ -69,7 +68,7 @@ class JobMetrics:
             buckets=DURATION_BUCKETS_S,
             registry=registry,
         )
-        registry.register(_Queue(lanes, snapshot, now))
+        registry.register(AtScrape(lambda: _queue(snapshot(), lanes(), now())))
 
     def _begin(self) -> None:
         """Start at zero for every lane: a series that appears with its first event shows no increase."""
@@ -91,54 +90,43 @@ class JobMetrics:
             self.duration.labels(lane).observe(end.lasted_s)
 
 
-class _Queue(Collector):
-    """Gauges of queued and running jobs in the store."""
-
-    def __init__(
-        self,
-        lanes: Callable[[], Iterable[str]],
-        snapshot: Callable[[], QueueSnapshot | None],
-        now: Callable[[], float],
-    ) -> None:
-        self._lanes, self._snapshot, self._now = lanes, snapshot, now
-
-    def collect(self) -> Iterator[Metric]:
-        jobs = GaugeMetricFamily(
-            "gateway_jobs", "Jobs in the store that have not ended, by status.", labels=["lane", "status"]
-        )
-        oldest = GaugeMetricFamily(
-            "gateway_jobs_oldest_wait_seconds",
-            "Time since the oldest waiting job was accepted, in seconds; 0 if none waits.",
-            labels=["lane"],
-        )
-        drained = GaugeMetricFamily(
-            "gateway_jobs_drained", "1 while workers take no jobs, by an operator's order."
-        )
-        away = GaugeMetricFamily(
-            "gateway_jobs_store_away", "1 while the job store does not answer, or refuses to write."
-        )
-        totals = CounterMetricFamily(
-            "gateway_store_jobs_ended",
-            "Jobs that have ended in the store, whoever ended them, by outcome. "
-            "Every process on the store reports the same value.",
-            labels=["lane", "outcome"],
-        )
-        snapshot = self._snapshot()
-        if snapshot is not None:
-            away.add_metric([], float(snapshot.is_away))
-        # Until the store has responded, a zero would be wrong: its totals would seem to rise from there.
-        if snapshot is not None and snapshot.at is not None:
-            since_s = self._now() - snapshot.at
-            seen = {lane.name: lane for lane in snapshot.queue.lanes}
-            for name in sorted({*self._lanes(), *seen}):
-                lane = seen.get(name)
-                jobs.add_metric([name, JobStatus.QUEUED.value], lane.queued if lane else 0)
-                jobs.add_metric([name, JobStatus.IN_PROGRESS.value], lane.in_progress if lane else 0)
-                oldest_s = lane.oldest_s if lane else None
-                oldest.add_metric([name], 0.0 if oldest_s is None else oldest_s + since_s)
-            # Zeros are exported too: a series that appears with its first event shows no increase.
-            for name in sorted({*self._lanes(), *(lane for lane, _ in snapshot.totals)}):
-                for outcome in JobOutcome:
-                    totals.add_metric([name, outcome.value], snapshot.totals.get((name, outcome.value), 0))
-            drained.add_metric([], float(snapshot.queue.drained_at is not None))
-        yield from (jobs, oldest, drained, away, totals)
+def _queue(snapshot: QueueSnapshot | None, lanes: Collection[str], now: float) -> Iterator[Metric]:
+    """Yield the gauges of queued and running jobs in the store."""
+    jobs = GaugeMetricFamily(
+        "gateway_jobs", "Jobs in the store that have not ended, by status.", labels=["lane", "status"]
+    )
+    oldest = GaugeMetricFamily(
+        "gateway_jobs_oldest_wait_seconds",
+        "Time since the oldest waiting job was accepted, in seconds; 0 if none waits.",
+        labels=["lane"],
+    )
+    drained = GaugeMetricFamily(
+        "gateway_jobs_drained", "1 while workers take no jobs, by an operator's order."
+    )
+    away = GaugeMetricFamily(
+        "gateway_jobs_store_away", "1 while the job store does not answer, or refuses to write."
+    )
+    totals = CounterMetricFamily(
+        "gateway_store_jobs_ended",
+        "Jobs that have ended in the store, whoever ended them, by outcome. "
+        "Every process on the store reports the same value.",
+        labels=["lane", "outcome"],
+    )
+    if snapshot is not None:
+        away.add_metric([], float(snapshot.is_away))
+    # Until the store has responded, a zero would be wrong: its totals would seem to rise from there.
+    if snapshot is not None and snapshot.at is not None:
+        since_s = now - snapshot.at
+        seen = {lane.name: lane for lane in snapshot.queue.lanes}
+        for name in sorted({*lanes, *seen}):
+            lane = seen.get(name)
+            jobs.add_metric([name, JobStatus.QUEUED.value], lane.queued if lane else 0)
+            jobs.add_metric([name, JobStatus.IN_PROGRESS.value], lane.in_progress if lane else 0)
+            oldest_s = lane.oldest_s if lane else None
+            oldest.add_metric([name], 0.0 if oldest_s is None else oldest_s + since_s)
+        # Zeros are exported too: a series that appears with its first event shows no increase.
+        for name in sorted({*lanes, *(lane for lane, _ in snapshot.totals)}):
+            for outcome in JobOutcome:
+                totals.add_metric([name, outcome.value], snapshot.totals.get((name, outcome.value), 0))
+        drained.add_metric([], float(snapshot.queue.drained_at is not None))
+    yield from (jobs, oldest, drained, away, totals)

@@ -42,6 +42,18 @@ class Before(Collector):
         yield from ()
 
 
+class AtScrape(Collector):
+    """Metrics whose values are read when scraped."""
+
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        """Have `read` return them."""
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """Return them as they are now."""
+        return self._read()
+
+
 class Collected(Collector):
     """The metrics of a registry at one moment. They may be read and written in any thread."""
 
