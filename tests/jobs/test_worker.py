@@ -623,6 +623,26 @@ async def test_a_job_that_is_cancelled_stops_its_worker(world: JobWorld, how: st
             assert await content(there, "a") == "".join(WORDS[:3])
 
 
+async def lasts_until(
+    change: Callable[[], None], wait: Callable[[], Awaitable[None]], world: JobWorld
+) -> None:
+    """Assert that `wait` ends with a change, and not before."""
+    is_over = anyio.Event()
+
+    async def over() -> None:
+        await wait()
+        is_over.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(over)
+        for _ in range(100):  # the worker looks again and again
+            await world.redis.ping()
+        assert not is_over.is_set()
+        change()
+        with anyio.fail_after(WITHIN_S):
+            await is_over.wait()
+
+
 async def test_a_worker_that_drains_finishes_what_has_begun_and_gives_back_the_rest(world: JobWorld) -> None:
     store, held = world.open(), Held(3)
     ends: list[AttemptEnd] = []
@@ -641,25 +661,10 @@ async def test_a_worker_that_drains_finishes_what_has_begun_and_gives_back_the_r
             while worker.running < 1 + RULES.ahead_max:
                 await anyio.lowlevel.checkpoint()
         worker.drain()
-        is_idle = False
-
-        async def idle() -> None:
-            nonlocal is_idle
-            await worker.wait_idle()
-            is_idle = True
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(idle)
-            with anyio.fail_after(WITHIN_S):
-                while worker.running > 1:
-                    await anyio.lowlevel.checkpoint()
-            for _ in range(100):  # it looks again and again
-                await world.redis.ping()
-            assert not is_idle
-            held.go()
-            with anyio.fail_after(WITHIN_S):
-                while not is_idle:
-                    await anyio.lowlevel.checkpoint()
+        with anyio.fail_after(WITHIN_S):
+            while worker.running > 1:
+                await anyio.lowlevel.checkpoint()
+        await lasts_until(held.go, worker.wait_idle, world)
         assert worker.running == 0
     jobs = {id: await store.get(id) for id in "abcd"}
     assert {id: (job.status.value, job.attempt, job.failures) for id, job in jobs.items() if job} == {
@@ -715,22 +720,8 @@ async def test_a_worker_that_drains_can_wait_for_answers_that_callers_stay_conne
             while worker.running < 3:
                 await anyio.lowlevel.checkpoint()
         worker.drain()
-        is_over = False
-
-        async def over() -> None:
-            nonlocal is_over
-            await worker.wait_unawaited()
-            is_over = True
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(over)
-            for _ in range(100):  # it looks again and again
-                await world.redis.ping()
-            assert (worker.awaited, is_over) == (1, False)
-            held.go()
-            with anyio.fail_after(WITHIN_S):
-                while not is_over:
-                    await anyio.lowlevel.checkpoint()
+        assert worker.awaited == 1
+        await lasts_until(held.go, worker.wait_unawaited, world)
         assert worker.running == 1
     jobs = {id: await store.get(id) for id in ("awaited", "awaited-too", "b")}
     assert {id: (job.status.value, job.attempt) for id, job in jobs.items() if job} == {
