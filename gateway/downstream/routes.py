@@ -21,7 +21,7 @@ from gateway.core.errors import (
 )
 from gateway.core.policy import Policy
 from gateway.core.request import Endpoint
-from gateway.core.trace import Trace, passed_on
+from gateway.core.trace import Trace
 from gateway.downstream import wire
 from gateway.downstream.background import Background
 from gateway.downstream.batches import PATH as BATCHES
@@ -117,11 +117,11 @@ class Applications:
         retention: ResponseRetention,
         idempotency: IdempotencyRules,
         background: Background | None,
-        batching: Batching | None = None,
+        batching: Batching | None,
         readiness: Callable[[], Mapping[str, bool]],
         recorder: Recorder,
         clock: Clock,
-        trace_of: Callable[[str | None], Trace | None] = passed_on,
+        trace_of: Callable[[str | None], Trace | None],
         window_of: Callable[[Backend], int],
     ) -> None:
         """Serve applications with `pipeline`. `readiness` returns the conditions for `/readyz`.

@@ -21,6 +21,7 @@ from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.health import BackendStatus, State
 from gateway.core.policy import ModelPolicy, Policy, TrafficClass, Waiting
+from gateway.core.trace import passed_on
 from gateway.core.waiting import WaitingLine
 from gateway.downstream.idempotency import IdempotencyRules
 from gateway.downstream.keys import KeyRing
@@ -194,9 +195,11 @@ async def front(
             retention=ResponseRetention(MemoryResponseStore(clock, 1_000_000), 60.0),
             idempotency=IdempotencyRules(MemoryIdempotency(clock, 1_000_000), 60.0, 100_000),
             background=None,
+            batching=None,
             readiness=dict,
             recorder=notes,
             clock=clock,
+            trace_of=passed_on,
             window_of=lambda backend: backend.capacity.context_tokens,
         )
         watched = Watched(applications)
