@@ -140,11 +140,6 @@ class CallersJobs:
         start_s = expected_start_s(job.position, self._lanes[1].get(lane), self._away_s(lane))
         return {"position": job.position, "expected_start_s": None if start_s is None else round(start_s, 1)}
 
-    def retry_after_s(self, response: Mapping[str, Any]) -> int:
-        """Return when to poll a response again."""
-        start_s = (response.get("queue") or {}).get("expected_start_s")
-        return max(RETRY_AFTER_S, min(RETRY_AFTER_MAX_S, int(start_s or 0)))
-
     # -------------------------------------------------------------- as it is written
 
     async def finished(self, job: Job, wait_s: float) -> Job:
@@ -282,6 +277,11 @@ class CallersJobs:
         if len(chunks) < job.chunks:  # it has just expired
             raise gone(job.id)
         return chunks
+
+
+def retry_after_s(place: Mapping[str, Any]) -> int:
+    """Return when to ask again for a job at this `CallersJobs.place`."""
+    return max(RETRY_AFTER_S, min(RETRY_AFTER_MAX_S, int(place["expected_start_s"] or 0)))
 
 
 def gone(id: str, param: str | None = None) -> ResponseNotFound:

@@ -26,6 +26,7 @@ from gateway.core.responses.chat_echo import echo_of_chat
 from gateway.core.responses.replay import JobFacts
 from gateway.core.responses.request import new_response
 from gateway.downstream.background import Background, handover_headers, headers_kept, job_headers
+from gateway.downstream.callers_jobs import retry_after_s
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.reading import Received, Work
 from gateway.downstream.relay import HttpDownstream, send_body, send_json
@@ -212,8 +213,8 @@ class ChatJobs:
             error = for_submitter(reason)
             error.headers = (*headers, *error.headers)
             raise error from None
-        retry_after_s = str(self._jobs.retry_after_s(response)).encode()
-        where = ((b"location", f"{RESPONSES}/{job.id}".encode()), (b"retry-after", retry_after_s))
+        again_s = str(retry_after_s(response["queue"])).encode()
+        where = ((b"location", f"{RESPONSES}/{job.id}".encode()), (b"retry-after", again_s))
         await send_json(response, downstream, 202, (*headers, *where))
 
     async def _served(self, job: Job, waiter: Waiter, downstream: HttpDownstream) -> None:
@@ -246,8 +247,7 @@ class ChatJobs:
             if not job.status.is_final:
                 place = await self._jobs.place(job)
                 message = f"The chat completion {completion_id!r} is not finished: it is {job.status}."
-                retry_after_s = self._jobs.retry_after_s({"queue": place})
-                raise JobNotFinished(message, retry_after_s=retry_after_s)
+                raise JobNotFinished(message, retry_after_s=retry_after_s(place))
             if (failed := failure(job)) is not None:
                 raise failed
             try:

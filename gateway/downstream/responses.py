@@ -24,7 +24,7 @@ from gateway.core.responses.replay import JobFacts
 from gateway.core.responses.request import chat_param_here, needs
 from gateway.downstream import wire
 from gateway.downstream.background import Background, handover_headers
-from gateway.downstream.callers_jobs import CallersJobs, gone
+from gateway.downstream.callers_jobs import CallersJobs, gone, retry_after_s
 from gateway.downstream.files import limit_of, page_of
 from gateway.downstream.idempotency import IdempotentRequests
 from gateway.downstream.keys import KeyRing
@@ -231,7 +231,7 @@ class Responses:
             response = await jobs.response(job)
             answer = Response(msgspec.json.encode(response), media_type=MediaType.JSON)
             if not job.status.is_final:
-                answer.headers["retry-after"] = str(jobs.retry_after_s(response))
+                answer.headers["retry-after"] = str(retry_after_s(response["queue"]))
             return answer
         after = str(query.get("starting_after", "-1"))
         if not _NUMBER.fullmatch(after):

@@ -15,7 +15,7 @@ from gateway.core.jobs import Chunk, Job, JobError, JobStatus, Lane, NewJob, Que
 from gateway.core.policy import OnDisconnect
 from gateway.core.responses.replay import JobFacts
 from gateway.downstream.background import Background, JobRules, headers_kept
-from gateway.downstream.callers_jobs import LONG_AT_ONCE, LONG_BYTES, CallersJobs
+from gateway.downstream.callers_jobs import LONG_AT_ONCE, LONG_BYTES, CallersJobs, retry_after_s
 from gateway.downstream.job_waits import Waits
 from gateway.downstream.relay import HttpDownstream
 from gateway.downstream.waiting_caller import Waiter, WaitingCaller
@@ -171,20 +171,16 @@ def test_only_headers_of_the_site_that_are_short_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("queue", "retry_after_s"),
+    ("start_s", "again_s"),
     [
         (None, 5),
-        ({"expected_start_s": None}, 5),
-        ({"expected_start_s": 3.0}, 5),
-        ({"expected_start_s": 30.4}, 30),
-        ({"expected_start_s": 400.0}, 59),
+        (3.0, 5),
+        (30.4, 30),
+        (400.0, 59),
     ],
 )
-def test_when_a_job_is_to_be_asked_for_again(queue: Any, retry_after_s: int) -> None:
-    jobs = jobs_of(World(), None)
-
-    assert jobs.retry_after_s({"queue": queue}) == retry_after_s
-    assert jobs.retry_after_s({}) == 5
+def test_when_a_job_is_to_be_asked_for_again(start_s: float | None, again_s: int) -> None:
+    assert retry_after_s({"position": 1, "expected_start_s": start_s}) == again_s
 
 
 class Answered:
