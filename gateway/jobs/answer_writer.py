@@ -33,7 +33,6 @@ class AnswerWriter(Downstream):
         chunks: The job's current number of chunks.
         error: Why an answer failed after it had begun; None if it has not.
         is_lost: Whether this attempt no longer holds the job.
-        has_gap: Whether the store has lost chunks, so that the job must continue from the stored ones.
     """
 
     def __init__(self, store: JobStore, job: Job, *, restarts: bool, on_start: Callable[[], None]) -> None:
@@ -56,7 +55,8 @@ class AnswerWriter(Downstream):
         self._has_some = anyio.Event()
         self._has_room = anyio.Event()
         self.error: GatewayError | None = None
-        self.is_lost = self.has_gap = False
+        self.is_lost = False
+        self._has_gap = False  # the store has lost chunks: the job must continue from the stored ones
 
     async def start(self, status: int, headers: Headers) -> None:
         """See `ports.Downstream.start`."""
@@ -91,7 +91,7 @@ class AnswerWriter(Downstream):
                     await self._has_some.wait()
                 await anyio.sleep(CHUNK_S)
                 try:
-                    await self.write()
+                    await self._write()
                 except StoreUnavailable:
                     await anyio.sleep(AGAIN_S)
         finally:
@@ -101,15 +101,15 @@ class AnswerWriter(Downstream):
         """Write everything received. Retries while the store is unreachable, until cancelled."""
         while not self._is_over and self._is_behind:
             try:
-                await self.write()
+                await self._write()
             except StoreUnavailable:
                 await anyio.sleep(AGAIN_S)
 
-    async def write(self) -> None:
+    async def _write(self) -> None:
         """Write one chunk: the one that failed before, or else everything collected.
 
         Raises:
-            StoreUnavailable: it may not have been written; call `write` again.
+            StoreUnavailable: it may not have been written; call `_write` again.
         """
         if self._unwritten is None and self._gathered:
             self._unwritten = self._next_chunk()
@@ -122,7 +122,7 @@ class AnswerWriter(Downstream):
         try:
             is_held = await self._store.append(self._id, self._claim, chunk)
         except ValueError:
-            self.has_gap = True
+            self._has_gap = True
             self.error = StoreUnavailable("The store has lost some of the answer.")
         else:
             self.is_lost = not is_held
@@ -136,7 +136,7 @@ class AnswerWriter(Downstream):
 
     @property
     def _is_over(self) -> bool:
-        return self.is_lost or self.has_gap
+        return self.is_lost or self._has_gap
 
     @property
     def _is_behind(self) -> bool:
