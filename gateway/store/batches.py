@@ -26,8 +26,8 @@ from gateway.core.batches import (
 from gateway.core.idempotency import Idempotency
 from gateway.core.jobs import NewJob, Quota
 from gateway.store.connections import milliseconds
-from gateway.store.job_scripts import JobScripts
-from gateway.store.jobs import LOST_S, PROMISE_S, key_of, owner_of, promised, refuse_revoked, words_of
+from gateway.store.job_scripts import NO_SWEEP, JobScripts
+from gateway.store.jobs import PROMISE_S, key_of, owner_of, promised, refuse_revoked, words_of
 from gateway.store.outages import LoggedConnections
 
 COMMAND_S = 5.0
@@ -80,7 +80,7 @@ class RedisBatches(JobScripts):
         before = ("webhooks", "jobs", "files", "batches")
         scripts = {name: connections.script(*before, f"batch_{name}") for name in _SCRIPTS}
         scripts["page"] = connections.script(*before[:3], "file_page")
-        super().__init__(connections, prefix, scripts, milliseconds(LOST_S))
+        super().__init__(connections, prefix, scripts, NO_SWEEP)
 
     # ------------------------------------------------------------ callers
 

@@ -10,7 +10,7 @@ from functools import partial
 from gateway.core.errors import StoreUnavailable
 from gateway.core.files import FileRefusal, NewFile, StoredFile
 from gateway.store.connections import milliseconds
-from gateway.store.job_scripts import JobScripts
+from gateway.store.job_scripts import NO_SWEEP, JobScripts
 from gateway.store.jobs import key_of, owner_of
 from gateway.store.outages import LoggedConnections
 
@@ -46,7 +46,7 @@ class RedisFiles(JobScripts):
         )
         before = ("webhooks", "jobs", "files")
         scripts = {name: connections.script(*before, f"file_{name}") for name in _SCRIPTS}
-        super().__init__(connections, prefix, scripts, 1)
+        super().__init__(connections, prefix, scripts, NO_SWEEP)
 
     async def write(self, file: NewFile, at: int, data: bytes, bytes_max: int) -> FileRefusal | None:
         """See `ports.FileStore.write`."""

@@ -8,6 +8,10 @@ from redis.commands.core import AsyncScript
 
 from gateway.store.outages import LoggedConnections
 
+NO_SWEEP = 1
+"""First argument of scripts that never look for lost claims, in place of the time after which one is lost
+(jobs.lua)."""
+
 
 class JobScripts:
     """The scripts of a store whose keys share a cluster slot with those of jobs. Close it with `aclose`."""
