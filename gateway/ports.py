@@ -322,9 +322,15 @@ class Ledger(Protocol):
 
     Attributes:
         is_local: Whether all counting happens in this process, without any communication.
+        keeps_to_part: Whether what other processes hold is unknown, so that this one keeps to its part of
+            every limit.
     """
 
     is_local: bool
+
+    @property
+    def keeps_to_part(self) -> bool:
+        """See above."""
 
     def load(self, backend_id: str) -> Load:
         """Return a snapshot of the load in flight on a backend, possibly already stale."""

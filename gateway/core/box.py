@@ -209,7 +209,8 @@ class Observation:
         restarts: Number of restarts noticed per backend.
         misfits: Per backend, what is wrong with its engine's version.
         unready: Per backend that is not ready, what keeps it from that, as far as its probes have shown.
-        heard_s: For how long all other processes have known the state of the box; negative if they do not.
+        heard_s: For how long all other processes have known the state of the box; negative if they do not, or
+            if what they have in flight is unknown.
     """
 
     in_flight: Mapping[str, int] = field(default_factory=dict)

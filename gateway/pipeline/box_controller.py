@@ -229,6 +229,8 @@ class BoxController:
             return f"another try: {kept.box.failure}"
         if kept.box.state is not State.DRAINING:
             return ""
+        if self._ledger.keeps_to_part:
+            return "the store, which has not said again what other gateways have in flight"
         if running := self._ledger.load(kept.box.backend).seqs:
             return "1 running sequence" if running == 1 else f"{running} running sequences"
         if not kept.fence:
@@ -367,7 +369,7 @@ class BoxController:
                 for name, one in mine.items()
                 if name not in ready and (cause := one.model_error or one.last_error)
             },
-            heard_s=kept.heard_s,
+            heard_s=-inf if self._ledger.keeps_to_part else kept.heard_s,
         )
 
     def _ready(self, kept: _Kept) -> frozenset[str]:

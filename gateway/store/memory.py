@@ -21,6 +21,7 @@ class MemoryLedger:
     """`ports.Ledger`: counts what is in flight on each backend, and enforces the limits."""
 
     is_local = True
+    keeps_to_part = False
 
     def __init__(self, owner: str = "") -> None:
         """Start with nothing in flight. Slot ids start with `owner`."""

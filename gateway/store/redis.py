@@ -95,6 +95,7 @@ class RedisLedger:
     """
 
     is_local = False
+    keeps_to_part = False  # it raises StoreAway instead
 
     def __init__(
         self,

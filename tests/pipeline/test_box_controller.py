@@ -27,7 +27,9 @@ from gateway.pipeline import box_controller
 from gateway.pipeline.box_controller import READY_S, STORE_LOST_S, BoxController, BoxSnapshot
 from gateway.ports import Board, BoxBoard, JobStore, Slot
 from gateway.store.boards import RedisBoard
+from gateway.store.fallback import FallbackLedger
 from gateway.store.memory import MemoryBoard, MemoryLedger
+from gateway.store.redis import RedisLedger
 
 PATIENT = Waiting(max_wait_s=36_000, ttft_target_s=2_700)
 POLICY = Policy(
@@ -144,10 +146,10 @@ class Process:
     name: str = "one"
     line: WaitingLine = field(default_factory=WaitingLine)
     board: BoxBoard | None = None
+    ledger: MemoryLedger | FallbackLedger = field(default_factory=MemoryLedger)
     changes: int = 0  # how often the line was told to look again
 
     def __post_init__(self) -> None:
-        self.ledger = MemoryLedger()
         shared = EmulatedBoard(
             lambda: self.machine.now, process=self.name, ttl_s=1e9, shared=self.machine.shared
         )
@@ -288,6 +290,36 @@ async def test_a_model_is_stopped_once_every_process_knows_that_it_drains() -> N
         await other.sync("spark", fence=0, state="", note=note({}, one.snapshot.box, machine.now))
         await one.is_at(State.RESIDENT, "gemma")
         assert machine.orders == ["stop qwen", "start gemma"]
+
+
+async def test_no_model_is_stopped_while_what_other_gateways_have_in_flight_is_unknown(
+    tmp_path: Path,
+) -> None:
+    with own_server("valkey-9", tmp_path) as server:
+        shared = RedisLedger(server.url, refresh_s=0.005, command_s=0.1)
+        ledger = FallbackLedger(shared, replicas_min=1)
+        other = RedisLedger(server.url)
+        slot = await other.acquire("qwen", Load(seqs=1), Load(seqs=4))
+        assert isinstance(slot, Slot)
+        one = Process(Machine(), ledger=ledger)
+        async with at_work(one), anyio.create_task_group() as tasks:
+            tasks.start_soon(ledger.run)
+            await one.until(lambda: ledger.others("qwen").seqs == 1)
+            await one.is_due_to_swap()
+            await one.until(lambda: one.snapshot.waits_for == "1 running sequence")
+            server.stall()
+            await one.until(lambda: ledger.keeps_to_part)  # only of the ledger's store: the board answers
+            for _ in range(3):
+                await one.another_look()
+            assert (one.at, one.machine.orders) == ((State.DRAINING, "qwen"), [])
+            assert one.snapshot.waits_for.startswith("the store, which has not said")
+            server.resume()
+            await one.until(lambda: one.snapshot.waits_for == "1 running sequence")
+            await other.release(slot)
+            await one.is_at(State.RESIDENT, "gemma")
+            tasks.cancel_scope.cancel()
+        await other.aclose()
+        await ledger.aclose()
 
 
 async def test_a_gateway_that_ends_leaves_its_box_to_the_others_at_once() -> None:
