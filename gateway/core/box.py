@@ -229,8 +229,9 @@ class OwnershipTaken:
 
     Quarantines from before it started (`started_at`, monotonic seconds) are lifted, because a person has
     restarted the gateway since. If it is the first owner among all current processes (`is_first`), nobody has
-    watched the box in the meantime: a resident model is inspected and checked again, and before a boot is
-    repeated, it is made sure that nobody has started another model, because there is memory for one.
+    watched the box in the meantime: a resident model, drained or not, is inspected and checked again, and
+    before a boot is repeated, it is made sure that nobody has started another model, because there is memory
+    for one.
     """
 
     started_at: float = float("-inf")
@@ -430,9 +431,10 @@ def _taken_over(box: Box, event: OwnershipTaken, now: float, rules: BoxRules) ->
         why = f"{box.backend} is tried again: the gateway has been restarted"
         return _order(_enter(replace(box, target=""), State.UNKNOWN, now, why), Task.INSPECT)
     match box.state:
-        case State.RESIDENT | State.CHECKING if event.is_first:
+        case State.RESIDENT | State.DRAINING | State.CHECKING if event.is_first:
             why = f"{box.backend} was in when the last gateway left"
-            return _order(_enter(replace(box, backend=""), State.UNKNOWN, now, why), Task.INSPECT)
+            box = replace(box, backend="", target="", cause=Cause.NOTHING)
+            return _order(_enter(box, State.UNKNOWN, now, why), Task.INSPECT)
         case State.FAILED if box.since < started_at:
             return _order(_enter(replace(box, pending=()), State.UNKNOWN, now, box.reason), Task.INSPECT)
         case State.UNKNOWN:

@@ -800,6 +800,19 @@ def test_a_model_that_nobody_has_watched_is_asked_before_it_is_trusted_again() -
     assert box.box.restarts == {}
 
 
+def test_a_model_that_nobody_has_watched_is_asked_though_it_was_being_drained() -> None:
+    draining = Box(State.DRAINING, 900.0, backend="gemma", target="qwen", cause=Cause.JOBS)
+    box = Script(draining).on(OwnershipTaken(is_first=True))
+    assert box.ordered == [(Task.INSPECT, "")]
+    # Those who waited for qwen are gone with the last gateway: its swap would be called off.
+    assert box.look(1).found("gemma").ordered == [(Task.CHECK, "gemma")]
+    assert box.done("it said '!!'").at == (State.DRAINING, "gemma", "qwen")
+    # Somebody has swapped the models by hand.
+    box = Script(draining).on(OwnershipTaken(is_first=True)).found("qwen")
+    assert (box.at, box.ordered) == ((State.CHECKING, "qwen", ""), [(Task.CHECK, "qwen")])
+    assert box.box.cause is Cause.NOTHING
+
+
 def test_a_model_that_nobody_has_watched_at_its_canary_is_looked_for_first() -> None:
     box = Script(Box(State.CHECKING, backend="qwen")).on(OwnershipTaken(is_first=True))
     assert box.ordered == [(Task.INSPECT, "")]
