@@ -249,7 +249,9 @@ class _TlsConnection(SSLConnection):
     _shared: ClassVar[dict[str, tuple[Sequence[object], ssl.SSLContext]]] = {}  # by settings
 
     async def connect(self) -> None:
-        """See `AbstractConnection.connect`."""
+        """See `AbstractConnection.connect`. Called before each command, too."""
+        if self.is_connected:
+            return
         own, paths = self.ssl_context, ssl.get_default_verify_paths()
         # Older versions of redis-py have no `ca_path`.
         files = [getattr(own, name, None) for name in ("ca_certs", "ca_path", "certfile", "keyfile")]

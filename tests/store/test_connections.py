@@ -231,7 +231,7 @@ async def test_connections_share_what_was_read_of_certificates_until_a_file_chan
     assert renewed is await read(files)
 
 
-async def test_renewed_certificates_are_read_with_the_next_connection(tmp_path: Path) -> None:
+async def test_renewed_certificates_are_read_with_the_next_connection_and_not_before(tmp_path: Path) -> None:
     """The CA's file stands for all of them: at first it holds that of another server."""
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -257,5 +257,7 @@ async def test_renewed_certificates_are_read_with_the_next_connection(tmp_path: 
             with pytest.raises(StoreAway, match="CERTIFICATE_VERIFY_FAILED"):
                 await connections.bounded(connections.redis.ping)
             shutil.copy(cert, trusted)
+            assert await connections.bounded(connections.redis.ping)
+            trusted.write_text("half")  # a renewal is half way: what is open needs no certificate
             assert await connections.bounded(connections.redis.ping)
             await connections.aclose()
