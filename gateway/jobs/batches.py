@@ -1,7 +1,8 @@
 """Processes batches: reads their input files, submits lines as jobs, and collects the results.
 
 Every gateway process runs a `BatchRunner`. A batch is processed by one runner at a time, which holds a lease
-on it. Its progress is kept only in the store, so that another process can resume it at any point.
+on it. Its progress is kept only in the store, so that another process can resume it at any point. Commands of
+the store cannot be cancelled, so every loop of them checks whether the runner has been stopped.
 
 Only some lines of a batch are jobs at any time, and further lines follow as these end, so that a batch of
 50,000 lines fills neither the queue nor the store. These jobs have the lowest priority.
@@ -16,6 +17,7 @@ from functools import partial
 
 import anyio
 import anyio.to_thread
+from anyio.lowlevel import checkpoint_if_cancelled
 
 from gateway.core.batch_answers import answer_of, refusal, unreadable
 from gateway.core.batches import (
@@ -182,9 +184,11 @@ class BatchRunner:
         lines = _Lines(self._files, claim)
         is_stopped = False
         while True:
+            await checkpoint_if_cancelled()
             claim = lines.claim
             snapshot = await self._batches.look(claim)
             for line in snapshot.ended:
+                await checkpoint_if_cancelled()
                 await self._collect(claim, snapshot, line)
             is_moving = bool(snapshot.ended)
             if snapshot.status is BatchStatus.FINALIZING:
@@ -270,6 +274,7 @@ class BatchRunner:
     async def _submit_some(self, snapshot: BatchSnapshot, lines: "_Lines") -> bool:
         """Submit the next lines, as far as there is room. Return whether any was consumed."""
         for count in range(SUBMITTED_MAX):
+            await checkpoint_if_cancelled()
             claim, line = lines.claim, await lines.peek()
             if line is None:
                 return count > 0
@@ -328,6 +333,7 @@ class BatchRunner:
     async def _stop_jobs(self, claim: BatchClaim, snapshot: BatchSnapshot) -> None:
         """Cancel running jobs; they are collected like any others."""
         for number, line in enumerate(await self._batches.running(claim.batch.id)):
+            await checkpoint_if_cancelled()
             if number % SUBMITTED_MAX == 0:
                 await self._batches.look(claim)  # renews the lease
             if await self._jobs.cancel(line.job_id) is None:

@@ -345,6 +345,24 @@ async def test_a_fleet_that_cannot_say_now_is_not_asked_all_the_time(world: Batc
             assert await is_asked_once(lambda: asked, world.redis)
 
 
+async def test_a_runner_stops_between_two_lines_although_the_next_could_follow_at_once(
+    world: BatchWorld,
+) -> None:
+    await make(world, jsonl(100))
+    read: list[str] = []
+    async with anyio.create_task_group() as tasks:
+
+        async def read_and_stop(batch: Batch, line: BatchLine) -> NewJob:
+            read.append(line.custom_id)
+            tasks.start_soon(runner.stop)
+            return await read_line(batch, line)
+
+        runner = BatchRunner(world.open(), world.files, world.jobs, read_and_stop, RULES)
+        await runner.run()
+    assert read == ["r1"]
+    assert (await world.take(world.open())).number == 1
+
+
 class SlowFiles(RedisFiles):
     """Files of which each piece takes longer to come than a lease lasts, unless that is renewed."""
 
@@ -721,7 +739,9 @@ async def test_a_runner_that_is_stopped_lets_its_batches_go(world: BatchWorld) -
     batches = world.open()
     slow = Slow(world.url, prefix=world.prefix, command_s=10.0, lease_s=LONG_S)
     async with running(world, batches=slow) as runner:
-        await until(world, lambda batch: batch.total == 20)
+        with anyio.fail_after(WITHIN_S):
+            while len(await batches.running("batch_1")) < RULES.queued_max:
+                await anyio.lowlevel.checkpoint()
         await runner.stop()
         claim = await batches.take()
     assert claim is not None
