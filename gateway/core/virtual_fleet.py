@@ -6,6 +6,7 @@ Every server is up from beginning to end.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from math import inf
 from typing import Generic, Protocol, TypeVar
@@ -155,7 +156,7 @@ class Fleet(Generic[A]):
     now: float = 0.0
     boxes: dict[str, Box] = field(default_factory=dict)
     fates: list[Fate[A]] = field(default_factory=list)
-    _events: list[tuple[float, int, str, object]] = field(default_factory=list)
+    _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _owners: dict[int, Fate[A]] = field(default_factory=dict)  # by id of a sequence in flight
     _seqs: int = 0
     _count: int = 0
@@ -168,25 +169,17 @@ class Fleet(Generic[A]):
         for one in self.arrivals:
             self.add(one)
         while self._events:
-            self.now, _, what, subject = heappop(self._events)
-            match what:
-                case "step":
-                    self._stepped(self.boxes[str(subject)])
-                case "arrive":
-                    self.router.arrive(self, self.fates[int(str(subject))].arrival)
-                case "patience":
-                    self._patience(self.fates[int(str(subject))])
-                case _ if self._looks <= self.now:
-                    self._looks = inf
-                    self.router.look(self)
+            self.now, _, happens = heappop(self._events)
+            happens()
 
     def add(self, arrival: A) -> None:
         """Let a request arrive, whose id is the number of those before: now, or later."""
-        self.fates.append(Fate(arrival))
-        self._at(arrival.at, "arrive", arrival.id)
+        fate = Fate(arrival)
+        self.fates.append(fate)
+        self._at(arrival.at, partial(self.router.arrive, self, arrival))
         patience_s = self.patience(arrival).seconds
         if patience_s < inf:
-            self._at(arrival.at + patience_s, "patience", arrival.id)
+            self._at(arrival.at + patience_s, partial(self._patience, fate))
 
     # ------------------------------------------------------------ actions of a router
 
@@ -218,20 +211,25 @@ class Fleet(Generic[A]):
         """Schedule a call of `Router.look`; the earliest requested time wins."""
         if at < self._looks:
             self._looks = at
-            self._at(max(at, self.now), "look", None)
+            self._at(max(at, self.now), self._look)
 
     # ------------------------------------------------------------ events
 
-    def _at(self, when: float, what: str, subject: object) -> None:
+    def _at(self, when: float, happens: Callable[[], None]) -> None:
         self._count += 1
-        heappush(self._events, (when, self._count, what, subject))
+        heappush(self._events, (when, self._count, happens))
+
+    def _look(self) -> None:
+        if self._looks <= self.now:  # else an earlier one has taken its place
+            self._looks = inf
+            self.router.look(self)
 
     def _step(self, box: Box) -> None:
         batch = box.engine.schedule()
         box.is_running = batch is not None
         box.kv_usage_max = max(box.kv_usage_max, box.engine.kv_usage)
         if batch is not None:
-            self._at(self.now + batch.duration_s, "step", box.name)
+            self._at(self.now + batch.duration_s, partial(self._stepped, box))
 
     def _stepped(self, box: Box) -> None:
         result = box.engine.complete()
