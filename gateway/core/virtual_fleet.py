@@ -126,11 +126,6 @@ class Box:
     tokens: int = 0
     is_running: bool = False
 
-    @classmethod
-    def of(cls, name: str, profile: Deployment) -> "Box":
-        """Return an idle server."""
-        return cls(name, profile, Engine.of(profile))
-
 
 @dataclass(slots=True)
 class Fleet(Generic[A]):
@@ -164,8 +159,7 @@ class Fleet(Generic[A]):
 
     def run(self) -> None:
         """Process all arrivals until all requests have ended."""
-        self.boxes = {name: Box.of(name, profile) for name, profile in self.profiles.items()}
-        self.fates = []
+        self.boxes = {name: Box(name, profile, Engine.of(profile)) for name, profile in self.profiles.items()}
         for one in self.arrivals:
             self.add(one)
         while self._events:
