@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gateway.core.errors import InvalidRequest
+from gateway.core.responses.members import text_of
 
 Item = Mapping[str, Any]
 Message = dict[str, Any]
@@ -123,14 +124,8 @@ def _read_item(item: object, where: str, token: str, index: int, stored: Mapping
     if read is None:
         message = f"Items of type {str(kind)[:40]!r} are not supported."
         raise InvalidRequest(message, code="unsupported_content", param=f"{where}.type")
-    return {"id": _id(item, where) or item_id(kind, token, index), "type": kind, **read(item, where)}
-
-
-def _id(item: Item, where: str) -> str | None:
-    given = item.get("id")
-    if given is not None and not isinstance(given, str):
-        raise InvalidRequest("`id` must be a string.", param=f"{where}.id")
-    return given
+    given = text_of(item, "id", f"{where}.id")
+    return {"id": given or item_id(kind, token, index), "type": kind, **read(item, where)}
 
 
 def _text(item: Item, name: str, where: str) -> str:
@@ -218,9 +213,7 @@ def _read_image(part: Item, where: str) -> Item:
     if part.get("file_id") is not None:
         message = "Images cannot be given by `file_id`. Send the image itself as a `data:` URL."
         raise InvalidRequest(message, code="unsupported_content", param=f"{where}.file_id")
-    detail = part.get("detail")
-    if detail is not None and not isinstance(detail, str):
-        raise InvalidRequest("`detail` must be a string.", param=f"{where}.detail")
+    detail = text_of(part, "detail", f"{where}.detail")
     return {"image_url": _text(part, "image_url", where), "detail": detail or "auto"}
 
 
