@@ -1,6 +1,6 @@
 """The routing policy: models, their classes, and how their requests wait. An immutable snapshot."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from math import inf
@@ -28,6 +28,17 @@ class Bound:
     value: int
 
 
+def range_of(bounds: Iterable[Bound]) -> tuple[int, float]:
+    """Return the least and the greatest count within all of these bounds; inf: there is no greatest one."""
+    least, most = 0, inf
+    for bound in bounds:
+        if bound.op in (Comparison.GE, Comparison.GT, Comparison.EQ):
+            least = max(least, bound.value + (bound.op is Comparison.GT))
+        if bound.op in (Comparison.LE, Comparison.LT, Comparison.EQ):
+            most = min(most, bound.value - (bound.op is Comparison.LT))
+    return least, most
+
+
 class _Derived:
     """A dataclass with slots computed from its fields. Copying or unpickling computes them again."""
 
@@ -41,7 +52,7 @@ class _DerivedOfWhen(_Derived):
     __slots__ = ("is_empty", "numeric", "tokens_least", "tokens_most")
     is_empty: bool
     numeric: tuple[str, ...]
-    tokens_least: float
+    tokens_least: int
     tokens_most: float
 
 
@@ -74,12 +85,7 @@ class When(_DerivedOfWhen):
         object.__setattr__(self, "numeric", tuple(name for name in names if getattr(self, name)))
         is_empty = all(getattr(self, one.name) == one.default for one in fields(self))
         object.__setattr__(self, "is_empty", is_empty)
-        least, most = -inf, inf
-        for bound in self.prompt_tokens:
-            if bound.op in (Comparison.GE, Comparison.GT, Comparison.EQ):
-                least = max(least, bound.value + (bound.op is Comparison.GT))
-            if bound.op in (Comparison.LE, Comparison.LT, Comparison.EQ):
-                most = min(most, bound.value - (bound.op is Comparison.LT))
+        least, most = range_of(self.prompt_tokens)
         object.__setattr__(self, "tokens_least", least)
         object.__setattr__(self, "tokens_most", most)
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 
-from gateway.core.policy import Bound, Comparison, When
+from gateway.core.policy import Bound, When, range_of
 from gateway.core.value import valueclass
 
 COUNTED = ("prompt_tokens", "total_tokens", "max_tokens", "images", "audios", "tools")
@@ -130,27 +131,8 @@ def _closed(counts: Mapping[str, Interval]) -> Mapping[str, Interval]:
 
 
 def _interval(bounds: Iterable[Bound]) -> Interval:
-    low, high = 0, None
-    for bound in bounds:
-        at_least, at_most = _ends(bound)
-        low = max(low, at_least)
-        if at_most is not None:
-            high = at_most if high is None else min(high, at_most)
-    return Interval(low, high)
-
-
-def _ends(bound: Bound) -> tuple[int, int | None]:
-    match bound.op:
-        case Comparison.GE:
-            return bound.value, None
-        case Comparison.GT:
-            return bound.value + 1, None
-        case Comparison.LE:
-            return 0, bound.value
-        case Comparison.LT:
-            return 0, bound.value - 1
-        case Comparison.EQ:
-            return bound.value, bound.value
+    low, high = range_of(bounds)
+    return Interval(low, None if high == inf else int(high))
 
 
 def _header_within(given: frozenset[str] | None, wanted: frozenset[str]) -> bool:
