@@ -92,15 +92,11 @@ class Views:
         """Return all backends."""
         policy, now, snapshots = self._policy(), self._clock.now(), self._watch.snapshots()
         loads, statuses, objections = self._ledger.loads(), self._fleet.statuses(), self._boxes.objections()
-        pools = {
-            name: [pool.id for pool in policy.pools.values() if name in pool.backends]
-            for name in policy.backends
-        }
         return {
             name: {
                 "url": backend.url,
                 "profile": backend.profile,
-                "pools": pools[name],
+                "pools": [pool.id for pool in policy.pools_of(name)],
                 "drain": backend.drain,
                 "kept_out": ": ".join(unavailable_reason(backend, status) or objections.get(name) or ()),
                 "quirks": backend.quirks,

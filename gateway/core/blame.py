@@ -117,9 +117,8 @@ class Doubts:
             alike = [one for one in pool.backends if one not in doubted and policy.kinds[one] == kind]
             return any(is_available(one) for one in alike)
 
-        pools = policy.pools.values()
         return {
             name: now - row.last_at < PAUSE_S
             for name, row in doubted.items()
-            if all(has_other(name, pool) for pool in pools if name in pool.backends)
+            if all(has_other(name, pool) for pool in policy.pools_of(name))
         }

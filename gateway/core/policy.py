@@ -357,19 +357,19 @@ class Policy(_DerivedOfPolicy):
         """Return the backends in the pools of a class, in the order of its pools, each once."""
         return list(dict.fromkeys(name for pool in traffic_class.pools for name in self.pools[pool].backends))
 
+    def pools_of(self, backend_id: str) -> Sequence[Pool]:
+        """Return the pools that a backend is in, in their order."""
+        return [pool for pool in self.pools.values() if backend_id in pool.backends]
+
     def tpot_target_s(self, backend_id: str) -> float | None:
         """Return the lowest target among the pools of a backend, or None if none of them has one."""
-        targets = (pool.tpot_target_s for pool in self.pools.values() if backend_id in pool.backends)
+        targets = (pool.tpot_target_s for pool in self.pools_of(backend_id))
         return min((target for target in targets if target is not None), default=None)
 
     def job_reserve(self, backend_id: str) -> float:
         """Return the largest part of its knee that jobs leave free in a pool of a backend (0..1)."""
-        return max(
-            [pool.jobs.reserve for pool in self.pools.values() if backend_id in pool.backends], default=0.0
-        )
+        return max((pool.jobs.reserve for pool in self.pools_of(backend_id)), default=0.0)
 
     def spill_reserve(self, backend_id: str) -> float:
         """Return the largest part of its knee that spills leave free in a pool of a backend (0..1)."""
-        return max(
-            [pool.spill.reserve for pool in self.pools.values() if backend_id in pool.backends], default=0.0
-        )
+        return max((pool.spill.reserve for pool in self.pools_of(backend_id)), default=0.0)
