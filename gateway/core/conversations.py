@@ -1,6 +1,6 @@
 """Where long conversations were answered lately, as the gateways of one fleet tell each other. Pure.
 
-The keys of a conversation (`values.Request.prefixes`) are hashes of this process. Another process has the
+The keys of a conversation (`request.Request.prefixes`) are hashes of this process. Another process has the
 same ones if it hashes alike, that is, if both run the same build of Python with the same PYTHONHASHSEED: the
 workers of one gateway do, and gateways that are started with one.
 """

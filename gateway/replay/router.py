@@ -113,7 +113,7 @@ class PolicyRouter(Generic[A]):
         """Note that a request was sent to a backend."""
 
     def prefixes(self, arrival: A) -> Prefixes:
-        """Return the boundaries of an arrival's messages (`values.Request.prefixes`); none if unknown."""
+        """Return the boundaries of an arrival's messages (`request.Request.prefixes`); none if unknown."""
         return ()
 
     def _ticket(self, fleet: Fleet[A], arrival: A) -> Ticket:
