@@ -20,7 +20,7 @@ class Refusal(Exception):
         self.body = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
 
 
-class FieldProblem(Exception):
+class FieldProblem:
     """One member of a request that has the wrong type. `Refusal`s are made of these."""
 
     def __init__(
@@ -31,7 +31,6 @@ class FieldProblem(Exception):
         value: object,
         context: Mapping[str, object] | None = None,
     ) -> None:
-        super().__init__(location, message)
         self.location = location
         self.line: dict[str, object] = {
             "type": kind,
