@@ -290,11 +290,10 @@ def _held(doors: contextlib.ExitStack, host: str, port: int) -> Door:
     return door
 
 
-async def serve_box(options: BoxOptions, *, ready: Callable[[Box], None] | None = None) -> None:
+async def serve_box(options: BoxOptions, *, ready: Callable[[Box], None]) -> None:
     """Run a simulated box until SIGTERM or SIGINT, or until cancelled; `ready` is called once it is up."""
     async with simulated_box(options) as running:
-        if ready is not None:
-            ready(running)
+        ready(running)
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async for _ in signals:
                 await running.shut_down()

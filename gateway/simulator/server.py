@@ -65,7 +65,7 @@ class Simulator:
     """
 
     def __init__(
-        self, options: SimulatorOptions, tasks: TaskGroup, door: Door, memory: Memory | None = None
+        self, options: SimulatorOptions, tasks: TaskGroup, door: Door, memory: Memory | None
     ) -> None:
         """Take over a port; connections are refused until `boot`."""
         self.options = options
@@ -344,7 +344,7 @@ async def running(options: SimulatorOptions) -> AsyncIterator[str]:
         yield server.url
 
 
-async def serve(options: SimulatorOptions, *, ready: Callable[[str], None] | None = None) -> None:
+async def serve(options: SimulatorOptions, *, ready: Callable[[str], None]) -> None:
     """Run a simulated server until SIGTERM or SIGINT, or until cancelled.
 
     `ready` is called with the base URL once connections are accepted. The first signal stops it as
@@ -354,8 +354,7 @@ async def serve(options: SimulatorOptions, *, ready: Callable[[str], None] | Non
 
         async def announce() -> None:
             await server.booted.wait()
-            if ready is not None:
-                ready(server.url)
+            ready(server.url)
 
         async def stop() -> None:
             await server.stop()

@@ -183,9 +183,9 @@ class Tally:
         profile: Profile,
         model: str,
         *,
-        prefix_caching: bool = True,
-        held: int = 0,
-        sleep_level: int | None = None,
+        prefix_caching: bool,
+        held: int,
+        sleep_level: int | None,
     ) -> bytes:
         """Return the /metrics page.
 
