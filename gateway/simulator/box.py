@@ -298,6 +298,3 @@ async def serve_box(options: BoxOptions, *, ready: Callable[[Box], None]) -> Non
             async for _ in signals:
                 await running.shut_down()
                 break
-
-
-__all__ = ["Box", "serve_box", "simulated_box"]

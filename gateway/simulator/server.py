@@ -369,6 +369,3 @@ async def serve(options: SimulatorOptions, *, ready: Callable[[str], None]) -> N
                     break
                 tasks.start_soon(stop)
         tasks.cancel_scope.cancel()
-
-
-__all__ = ["Simulator", "running", "serve", "simulator"]
