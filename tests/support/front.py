@@ -42,6 +42,9 @@ from support.world import DONE, HELLO, LIGHT, ROLE, STOP, USAGE, WHOLE, Estimate
 
 KEY, OTHER_KEY = "a-key", "another-key"
 WAYS = ("direct", "asgi")
+COMPANY = 2
+"""How many requests seem to be served besides: with others, answers are written together, and a request lets
+the others catch up."""
 
 Behaviour = Callable[[SocketStream, dict[str, Any]], Awaitable[None]]
 """Gets a connection of the backend, and the chat that came on it."""
@@ -142,13 +145,8 @@ async def front(
     waiting: Waiting = Waiting(),  # noqa: B008 - frozen
     estimates: Estimates | None = None,
     origins: Sequence[str] = (),
-    company: int = 2,
 ) -> AsyncIterator[Front]:
-    """Serve on a free port while the block runs; whatever is in flight then is cut.
-
-    `company` is how many requests seem to be served besides: with others, answers are written together, and a
-    request lets the others catch up.
-    """
+    """Serve on a free port while the block runs; whatever is in flight then is cut."""
     notes, ledger, clock = Notes(), MemoryLedger(), SystemClock()
     estimates = estimates or Estimates()
 
@@ -162,7 +160,7 @@ async def front(
             backends={"b": Backend("b", backend.url, LIGHT)},
         )
         cohort = Cohort()
-        cohort.size = company
+        cohort.size = COMPANY
         upstream = DirectUpstream(policy.backends.values(), secrets={}, tls={}, cohort=cohort)
         pipeline = Pipeline(
             policy=lambda: policy,
@@ -219,7 +217,7 @@ async def front(
                     await listener.wait_ended()
                     await upstream.aclose()
                 tasks.cancel_scope.cancel()
-        assert cohort.size == company  # each has left it
+        assert cohort.size == COMPANY  # each has left it
 
 
 # ---------------------------------------------------------------- a caller, byte by byte

@@ -52,13 +52,6 @@ class Receiver:
             for one in scope["spans"]
         ]
 
-    async def resources(self) -> list[dict[str, Any]]:
-        """Return what the senders of spans said of themselves."""
-        found = await self._shown("traces")
-        return [
-            _attributes(resource["resource"]) for request in found for resource in request["resourceSpans"]
-        ]
-
     async def metrics(self) -> dict[str, Any]:
         """Return the metrics it was sent last, by name."""
         found = (await self._shown("metrics"))[-1:]

@@ -100,13 +100,13 @@ async def until(holds: Callable[[], Awaitable[bool]], within_s: float = 30.0) ->
             await anyio.sleep(LOOK_S)
 
 
-async def wait_gone(*pids: int, within_s: float = 20.0) -> None:
+async def wait_gone(*pids: int) -> None:
     """Return once none of these processes runs."""
 
     async def are_gone() -> bool:
         return not any(is_there(pid) for pid in pids)
 
-    await until(are_gone, within_s)
+    await until(are_gone)
 
 
 def _state(pid: int) -> list[str]:
