@@ -44,12 +44,12 @@ class Reach:
     """
 
     counts: Mapping[str, Interval]
-    output_reserve_tokens: int = 0
-    reasoning: bool | None = None
-    stream: bool | None = None
-    keys: frozenset[str] | None = None
-    headers: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    max_tokens_given: bool = False
+    output_reserve_tokens: int
+    reasoning: bool | None
+    stream: bool | None
+    keys: frozenset[str] | None
+    headers: Mapping[str, frozenset[str]]
+    max_tokens_given: bool
     upper_parts: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
