@@ -250,9 +250,9 @@ class WhatIf:
                 found = self._again(policy, question.request_id)
             else:
                 found = await self._anew(settings, policy, question)
+        except RequestForgotten:
+            raise
         except CallerError as error:
-            if isinstance(error, RequestForgotten):
-                raise
             return _as_refusal(error)
         return replace(found, fleet="live", changes=changes)
 
