@@ -361,8 +361,8 @@ class WhatIf:
             prefix_shares={name: view.prefix_share for name, view in views.items() if view.prefix_share},
         )
         foreseen = line.foresee(ticket, now, views)
-        wait_s = None if foreseen.wait_s is None else round(foreseen.wait_s, 2)
-        outlook = Outlook(waiting, wait_s, most_s)
+        expected_s = None if foreseen.wait_s is None else round(foreseen.wait_s, 2)
+        outlook = Outlook(waiting, expected_s, most_s)
         if found.is_queued or decision.candidates.first is not None or foreseen.refused is None:
             return outlook, None
         return outlook, _as_refusal(shed_error(foreseen.refused))
