@@ -122,13 +122,6 @@ class Ranking(Sequence[Candidate]):
         self._work_out = work_out
         self._all: tuple[Candidate, ...] | None = None
 
-    @classmethod
-    def of(cls, *candidates: Candidate) -> "Ranking":
-        """Return a ranking of these candidates, in this order."""
-        first = next((one for one in candidates if one.excluded is None), None)
-        passed_over = tuple((one.backend, one.excluded) for one in candidates if one.excluded is not None)
-        return cls(first, passed_over, lambda: candidates)
-
     @property
     def all(self) -> tuple[Candidate, ...]:
         """All candidates."""

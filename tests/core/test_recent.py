@@ -4,8 +4,9 @@ import random
 from dataclasses import replace
 
 import pytest
+from support.rankings import ranking_of
 
-from gateway.core.decision import Decision, Ranking
+from gateway.core.decision import Decision
 from gateway.core.load import Demand
 from gateway.core.recent import (
     FLOW_SLICES,
@@ -27,7 +28,7 @@ DECISION = Decision(
     pools=("light",),
     estimate=Estimate(10, 12, CountMode.EXACT),
     demand=Demand(seqs=1, prompt_tokens=10, total_tokens=110),
-    candidates=Ranking.of(),
+    candidates=ranking_of(),
 )
 
 

@@ -14,6 +14,7 @@ from threading import Condition
 from typing import Any
 
 import pytest
+from support.rankings import ranking_of
 from support.world import StillClock
 
 from gateway.clock import SystemClock
@@ -63,7 +64,7 @@ RECORD = RequestRecord(
         pools=("light",),
         estimate=ESTIMATE,
         demand=Demand(seqs=1, prompt_tokens=100, total_tokens=200),
-        candidates=Ranking.of(
+        candidates=ranking_of(
             Candidate("light-0", "light"),
             Candidate("push", "push", excluded=Exclusion.AT_KNEE, detail="64 in flight"),
         ),

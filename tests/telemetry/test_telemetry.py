@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.rankings import ranking_of
 
 from gateway.clock import SystemClock
 from gateway.core.backends import Backend, Capacity, KneeStep
@@ -20,7 +21,7 @@ from gateway.core.box import Box, Quarantine
 from gateway.core.box import State as BoxState
 from gateway.core.box_swaps import Swap, SwapCause
 from gateway.core.count_check import CountDrift
-from gateway.core.decision import Candidate, Decision, Exclusion, Ranking
+from gateway.core.decision import Candidate, Decision, Exclusion
 from gateway.core.drift import Drift
 from gateway.core.health import BackendStatus, EngineSample, Outcome, ProbeFault, State
 from gateway.core.jobs import (
@@ -58,11 +59,11 @@ DECISION = Decision(
     pools=("light", "push"),
     estimate=Estimate(100, 116, CountMode.EXACT),
     demand=Demand(seqs=1, prompt_tokens=100, total_tokens=200),
-    candidates=Ranking.of(
+    candidates=ranking_of(
         Candidate("light-0", "light"), Candidate("push", "push", excluded=Exclusion.AT_KNEE)
     ),
 )
-UNOPPOSED = replace(DECISION, candidates=Ranking.of(Candidate("light-0", "light")))
+UNOPPOSED = replace(DECISION, candidates=ranking_of(Candidate("light-0", "light")))
 RECORD = RequestRecord(
     id="req-1",
     model="gemma-4",

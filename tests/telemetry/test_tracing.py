@@ -1,6 +1,7 @@
 """What a span says of a decision. How spans are made and sent: e2e/test_tracing.py."""
 
 import pytest
+from support.rankings import ranking_of
 
 from gateway.core.decision import Candidate, Exclusion, Ranking
 from gateway.telemetry.tracing import WHOLE_MAX, considered
@@ -16,7 +17,7 @@ def unranked() -> tuple[Candidate, ...]:
 def test_a_small_fleet_is_told_whole() -> None:
     full = Candidate("light-1", "light", excluded=Exclusion.AT_KNEE, detail="64 of 64")
 
-    assert considered(Ranking.of(FIRST, full), WHOLE_MAX) == [
+    assert considered(ranking_of(FIRST, full), WHOLE_MAX) == [
         "light-0: score 0.50",
         "light-1: at_knee (64 of 64)",
     ]
