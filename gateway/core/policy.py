@@ -48,6 +48,10 @@ class _Derived:
         return type(self), tuple(getattr(self, one.name) for one in fields(cast("Any", self)))
 
 
+COUNTED = ("prompt_tokens", "total_tokens", "max_tokens", "images", "audios", "tools")
+"""The numeric fields of `When`."""
+
+
 class _DerivedOfWhen(_Derived):
     __slots__ = ("is_empty", "numeric", "tokens_least", "tokens_most")
     is_empty: bool
@@ -81,8 +85,7 @@ class When(_DerivedOfWhen):
     headers: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (lower-case name, accepted values; () = present)
 
     def __post_init__(self) -> None:
-        names = ("prompt_tokens", "total_tokens", "max_tokens", "images", "audios", "tools")
-        object.__setattr__(self, "numeric", tuple(name for name in names if getattr(self, name)))
+        object.__setattr__(self, "numeric", tuple(name for name in COUNTED if getattr(self, name)))
         is_empty = all(getattr(self, one.name) == one.default for one in fields(self))
         object.__setattr__(self, "is_empty", is_empty)
         least, most = range_of(self.prompt_tokens)

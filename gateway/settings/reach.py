@@ -4,10 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from gateway.core.policy import Bound, When, range_of
+from gateway.core.policy import COUNTED, Bound, When, range_of
 from gateway.core.value import valueclass
-
-COUNTED = ("prompt_tokens", "total_tokens", "max_tokens", "images", "audios", "tools")
 
 
 @valueclass(frozen=True, slots=True)
