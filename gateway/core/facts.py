@@ -12,6 +12,7 @@ from typing import TypeVar
 from gateway.core.class_counts import TextKind
 from gateway.core.conversations import Conversations
 from gateway.core.health import Verdict
+from gateway.core.load import Load
 from gateway.core.value import valueclass
 
 _K = TypeVar("_K", bound=Hashable)
@@ -62,6 +63,19 @@ class Attempts:
 
 
 @valueclass(frozen=True, slots=True)
+class Blocked:
+    """The first request of a queue that waits for a backend, and needs more than one end frees there.
+
+    Attributes:
+        waited_s: Seconds for which it has waited.
+        claim: What it needs: sequences, share of the knee, KV blocks.
+    """
+
+    waited_s: float
+    claim: Load
+
+
+@valueclass(frozen=True, slots=True)
 class Facts:
     """What one process says of itself.
 
@@ -74,6 +88,7 @@ class Facts:
         reading: Per backend, seconds until the latest long prompt that it sent there should be read.
         knee_shares: Per backend, the share of its knee (millionths) that its own measurements of TPOT lately
             led to.
+        blocked: Per backend, the large request that waits there for room, if one comes first.
         conversations: Which backends answered long conversations lately.
     """
 
@@ -84,6 +99,7 @@ class Facts:
     long_waiting: Mapping[str, int] = field(default_factory=dict)
     reading: Mapping[str, float] = field(default_factory=dict)
     knee_shares: Mapping[str, int] = field(default_factory=dict)
+    blocked: Mapping[str, Blocked] = field(default_factory=dict)
     conversations: Conversations = Conversations()
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from gateway.core.admission import WHOLE
 from gateway.core.conversations import HASHING, Conversations
-from gateway.core.facts import Facts, increases, least, pooled, summed
+from gateway.core.facts import Blocked, Facts, increases, least, pooled, summed
 from gateway.core.health import PeerAttempts, PeerVerdict
+from gateway.core.load import Load
 from gateway.core.policy import Policy
-from gateway.core.waiting import WaitingLine
+from gateway.core.waiting import BLOCKED_KNOWN_S, WaitingLine
 from gateway.events import about
 from gateway.pipeline.watch import BackendWatch
 from gateway.ports import Clock, SharedHealth, SharedLearning, SharedPrefixes
@@ -57,6 +58,8 @@ class Peers:
         self._keys: frozenset[str | None] = frozenset(keys or (None,))
         self._known: Mapping[str, Facts] = {}
         self._long_waiting: Mapping[str, int] = {}
+        self._blocked: Mapping[str, Load] = {}
+        self._blocked_told: Mapping[str, tuple[Mapping[str, Blocked], float]] = {}  # and since when so
         self._unread: set[str] = set()  # peers that hash differently
 
     def replace_keys(self, keys: Collection[str]) -> None:
@@ -73,6 +76,7 @@ class Peers:
             long_waiting=self._line.long_waiting_here(),
             reading=self._line.reading_here(self._clock.now()),
             knee_shares=self._watch.shares(),
+            blocked=self._line.blocked_here(self._clock.now()),
             conversations=self._prefixes.conversations(self._clock.now()),
         )
 
@@ -90,6 +94,7 @@ class Peers:
         self._watch.note_shares(least(told.knee_shares for told in facts.values()))
         self._note_reading(facts)
         self._note_long_waiting(summed(told.long_waiting for told in facts.values()))
+        self._note_blocked(facts)
 
     def view(self) -> Mapping[str, Any]:
         """Return each peer's facts for the admin API."""
@@ -103,6 +108,7 @@ class Peers:
                 "long_waiting": told.long_waiting,
                 "reading": told.reading,
                 "knee_shares": {name: share / WHOLE for name, share in told.knee_shares.items()},
+                "blocked": {name: one.waited_s for name, one in told.blocked.items()},
                 "conversations": sum(map(len, told.conversations.answered.values())),
                 "hashes_alike": told.conversations.hashing == HASHING,
             }
@@ -155,6 +161,24 @@ class Peers:
         if counts != self._long_waiting:
             self._long_waiting = counts
             self._line.note_long_waiting(counts)
+            self._on_change()
+
+    def _note_blocked(self, facts: Mapping[str, Facts]) -> None:
+        found: dict[str, Blocked] = {}
+        now, before = self._clock.now(), self._blocked_told
+        told_at = {gateway: (told.blocked, now) for gateway, told in facts.items()}
+        for gateway, (blocked, _) in told_at.items():
+            if gateway in before and before[gateway][0] == blocked:
+                told_at[gateway] = before[gateway]  # what waits has waited longer each time it is told
+        self._blocked_told = told_at
+        for blocked, since in told_at.values():
+            for name, one in blocked.items() if now - since < BLOCKED_KNOWN_S else ():
+                if name not in found or one.waited_s > found[name].waited_s:
+                    found[name] = one
+        self._line.note_blocked(found, now)
+        claims = {name: one.claim for name, one in found.items()}
+        if claims != self._blocked:
+            self._blocked = claims
             self._on_change()
 
 

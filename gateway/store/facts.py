@@ -10,6 +10,7 @@ including the range of each number; invalid facts and other versions are ignored
      "started": [["gemma-4", "short_chat", "name of a key or null", tokens]],
      "long_waiting": {"push": 2}, "reading": {"push": left_s},
      "knee_shares": {"light-0": 900000},
+     "blocked": {"push": [waited_s, seqs, share, kv_blocks]},
      "hashing": -123, "conversations": {"light-0": [[number, key]]}}
 """
 
@@ -23,8 +24,9 @@ from msgspec import Meta, Struct
 from gateway.core.admission import WHOLE
 from gateway.core.class_counts import TextKind
 from gateway.core.conversations import TOLD_MAX, Conversations
-from gateway.core.facts import Attempts, Facts, Learned, Ratio
+from gateway.core.facts import Attempts, Blocked, Facts, Learned, Ratio
 from gateway.core.health import State, Verdict
+from gateway.core.load import Load
 from gateway.core.value import valueclass
 from gateway.events import about
 
@@ -78,6 +80,7 @@ class _Document(Struct):
     long_waiting: dict[str, _Few] = {}
     reading: dict[str, _Left] = {}
     knee_shares: dict[str, _Share] = {}
+    blocked: dict[str, tuple[_Left, _Count, _Count, _Count]] = {}
     hashing: _Hash = 0
     conversations: dict[str, Annotated[list[tuple[_Count, _Hash]], Meta(max_length=TOLD_MAX)]] = {}
 
@@ -102,6 +105,10 @@ def encode(facts: Facts) -> str:
         long_waiting={name: min(count, FEW_MAX) for name, count in facts.long_waiting.items()},
         reading={name: _left(left_s) for name, left_s in facts.reading.items()},
         knee_shares=dict(facts.knee_shares),
+        blocked={
+            name: (_left(one.waited_s), one.claim.seqs, one.claim.share, one.claim.kv_blocks)
+            for name, one in facts.blocked.items()
+        },
         hashing=facts.conversations.hashing,
         conversations={name: list(told) for name, told in facts.conversations.answered.items()},
     )
@@ -136,6 +143,7 @@ def decode(text: str) -> Facts | None:
         long_waiting=document.long_waiting,
         reading=document.reading,
         knee_shares=document.knee_shares,
+        blocked={name: Blocked(told[0], Load(*told[1:])) for name, told in document.blocked.items()},
         conversations=Conversations(
             document.hashing, {name: tuple(told) for name, told in document.conversations.items()}
         ),

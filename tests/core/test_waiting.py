@@ -12,6 +12,7 @@ import pytest
 from gateway.core import admission, selection
 from gateway.core.backends import Backend, Capacity, Gates, JobRoom, KneeStep, Modalities, Pool
 from gateway.core.decision import Exclusion
+from gateway.core.facts import Blocked
 from gateway.core.health import BackendStatus, State
 from gateway.core.kv import KvFormula
 from gateway.core.load import Demand, Load
@@ -37,6 +38,7 @@ from gateway.core.waiting.room import STAYING_MAX
 
 UP = BackendStatus(state=State.UP, served_models=("gemma",))
 PLAIN = TrafficClass("chat", ("light",))
+PATIENT = TrafficClass("chat", ("light",), waiting=Waiting(max_wait_s=60))
 CHAT = TrafficClass("chat", ("light", "push"))
 LONG = TrafficClass("long", ("push",), waiting=Waiting(max_wait_s=900, ttft_target_s=60, prefill_weight=1.0))
 
@@ -1476,6 +1478,78 @@ def test_a_chat_does_not_spill_while_a_document_waits_there_at_another_gateway()
     site.line.note_long_waiting({})
 
     assert site.start(0.2) == ["chat"]
+
+
+# ------------------------------------------------------------------ large requests of other processes
+
+
+def of_two(large: str = "large", *, is_job: bool = False, at: float = 0.0) -> Site:
+    """Return a site with two of four places taken, where a request for all four waits."""
+    site = Site(knee=4)
+    site.loads["light"] = Load(seqs=2, share=500_000)
+    demand = Demand(seqs=4, prompt_tokens=100, total_tokens=200, is_job=is_job)
+    site.enter(large, at, demand=demand, traffic_class=PATIENT)
+    assert site.start(at) == []
+    return site
+
+
+def test_a_large_request_that_waits_is_told_to_others_after_a_second() -> None:
+    site = of_two()
+    assert site.line.blocked_here(0.9) == {}
+    assert site.line.blocked_here(1.5) == {"light": Blocked(1.5, Load(seqs=4, share=1_000_000))}
+
+    site.loads["light"] = Load()
+    assert site.start(2.0) == ["large"]
+
+    assert site.line.blocked_here(2.0) == {}
+
+
+@pytest.mark.parametrize("is_job", [False, True])
+def test_what_any_end_makes_room_for_is_not_told_and_no_job(is_job: bool) -> None:
+    site = of_two(is_job=True) if is_job else Site()
+    if not is_job:
+        site.enter("running")
+        site.start()
+        site.enter("next")
+        assert site.start() == []
+
+    assert site.line.blocked_here(5.0) == {}
+
+
+def test_small_requests_leave_room_to_a_large_one_that_waits_at_another_gateway() -> None:
+    there, here = of_two(at=1.0), Site(knee=4)
+    here.loads["light"] = there.loads["light"]
+    here.line.note_blocked(there.line.blocked_here(3.0), 3.0)
+    assert here.line.offered() == {"light": Load(seqs=4, share=1_000_000)}
+    here.enter("small", 3.0)
+    assert here.start(3.0) == []
+
+    here.line.note_blocked({}, 4.0)
+
+    assert here.start(4.0) == ["small"]
+
+
+def test_it_leaves_that_room_no_longer_than_it_hears_of_it() -> None:
+    there, here = of_two(at=1.0), Site(knee=4)
+    here.loads["light"] = there.loads["light"]
+    here.line.note_blocked(there.line.blocked_here(3.0), 3.0)
+    here.enter("small", 4.5, traffic_class=PATIENT)
+    turn = here.turn(4.5)
+    assert (turn.offers, turn.next_turn_at) == ([], 6.0)
+
+    assert here.start(6.0) == ["small"]
+
+
+@pytest.mark.parametrize(("there_at", "first"), [(1.0, "there"), (2.0, "here")])
+def test_of_two_large_ones_at_two_gateways_the_one_that_waits_longer_goes_first(
+    there_at: float, first: str
+) -> None:
+    there, here = of_two("there", at=there_at), of_two("here", at=1.5)
+    here.line.note_blocked(there.line.blocked_here(4.0), 4.0)
+    there.line.note_blocked(here.line.blocked_here(4.0), 4.0)
+    here.loads["light"] = there.loads["light"] = Load()
+
+    assert here.start(4.0) + there.start(4.0) == [first]
 
 
 def test_a_spill_holds_nothing_of_the_other_pool() -> None:

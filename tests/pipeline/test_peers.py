@@ -13,7 +13,7 @@ from gateway.core.backends import Gates
 from gateway.core.conversations import HASHING, TOLD_MIN_TOKENS, Conversations
 from gateway.core.count_check import CountTracker
 from gateway.core.decision import Candidate
-from gateway.core.facts import Attempts, Facts, Learned
+from gateway.core.facts import Attempts, Blocked, Facts, Learned
 from gateway.core.health import BackendStatus, HealthRules, Outcome, ProbeOk, State, Verdict
 from gateway.core.load import Demand, Load
 from gateway.core.perf import PerfModel
@@ -302,6 +302,34 @@ def test_long_prompts_that_wait_elsewhere_are_added_up_and_forgotten(here: Gatew
     assert (here.line.long_waiting(), here.looks) == ({"push": 1}, 2)
 
 
+# ------------------------------------------------------------------ large requests
+
+
+def test_of_what_waits_elsewhere_the_longest_keeps_its_room_until_it_has_it(here: Gateway) -> None:
+    claims = {name: Load(seqs=2, share=share) for name, share in {"x": 500_000, "y": 400_000}.items()}
+    told = {"x": Facts(blocked={"push": Blocked(2.0, claims["x"])})}
+    here.hear(**told)
+    assert (here.line.offered(), here.looks) == ({"push": claims["x"]}, 1)
+
+    told["y"] = Facts(blocked={"push": Blocked(3.0, claims["y"])})
+    here.hear(**told)
+    here.hear(**told)
+    assert (here.line.offered(), here.looks) == ({"push": claims["y"]}, 2)
+    assert here.peers.facts().blocked == {}
+
+    here.hear()
+    assert (here.line.offered(), here.looks) == ({}, 3)
+
+
+def test_what_a_gateway_that_is_gone_has_waited_for_is_soon_free(here: Gateway) -> None:
+    told = Facts(blocked={"push": Blocked(2.0, Load(seqs=2, share=500_000))})
+    for _ in range(4):
+        here.hear(x=told)
+        here.clock.time += 1
+    assert here.looks == 2
+    assert here.line.offered() == {}
+
+
 # ------------------------------------------------------------------ forecasts
 
 
@@ -347,6 +375,7 @@ def test_an_operator_sees_what_the_others_tell(here: Gateway, there: Gateway) ->
         reading={"push": 2.5},
         started={(MODEL.id, CHAT.name, "a"): 700},
         knee_shares={"push": 900_000},
+        blocked={"push": Blocked(2.5, Load(seqs=2, share=500_000))},
     )
     here.hear(there=facts)
 
@@ -361,6 +390,7 @@ def test_an_operator_sees_what_the_others_tell(here: Gateway, there: Gateway) ->
         "long_waiting": {"push": 1},
         "reading": {"push": 2.5},
         "knee_shares": {"push": 0.9},
+        "blocked": {"push": 2.5},
         "conversations": 0,
         "hashes_alike": True,
     }

@@ -12,7 +12,7 @@ from support.redis_server import RedisServer, limited
 
 from gateway.core.class_counts import TextKind
 from gateway.core.conversations import Conversations
-from gateway.core.facts import STARTED_MAX, Attempts, Facts, Learned, Ratio
+from gateway.core.facts import STARTED_MAX, Attempts, Blocked, Facts, Learned, Ratio
 from gateway.core.health import State, Verdict
 from gateway.core.load import Load
 from gateway.ports import Slot
@@ -30,6 +30,7 @@ FULL = Facts(
     long_waiting={"push": 2},
     reading={"push": 12.5},
     knee_shares={"light-0": 900_000},
+    blocked={"push": Blocked(2.5, Load(seqs=2, share=500_000, kv_blocks=700))},
     conversations=Conversations(-(2**63), {"push": ((1, -5), (3, 2**63 - 1)), "light-0": ((2, 0),)}),
 )
 WITHIN_S = 20.0
@@ -110,6 +111,8 @@ def test_other_versions_say_nothing(text: str) -> None:
         '{"v": 1, "long_waiting": {"push": -1}}',
         '{"v": 1, "long_waiting": {"push": true}}',
         '{"v": 1, "reading": {"push": -1}}',
+        '{"v": 1, "blocked": {"push": [1, 1, -1, 0]}}',
+        '{"v": 1, "blocked": {"push": [1, 1, 1]}}',
         '{"v": 1, "reading": {"push": 1e999}}',
         '{"v": 1, "x": "' + "x" * BYTES_MAX + '"}',
         '{"v": 1, "x": "' + "\u00e9" * (BYTES_MAX // 2) + '"}',

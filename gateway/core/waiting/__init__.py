@@ -21,7 +21,8 @@ after all others of their class; within a key, in the order of their arrival.
 
 Blocking: a request that does not fit *holds* the backends of its first pool that are at their knee, out of
 KV blocks or busy with prefill. No later request of any class starts there, so that small requests cannot
-starve a large one. Its class may let it be overtaken `passes_max` times first. The gates for long prompts
+starve a large one. Once a large one has waited for a second, other processes leave it its room, too
+(`note_blocked`). Its class may let it be overtaken `passes_max` times first. The gates for long prompts
 hold nothing: a document waiting for another document's prefill does not keep chats off the same backend. A
 spill does not hold the other pool's backends either, and a job holds a backend only against other jobs.
 A request that could start may wait nevertheless, for the busy backend that has its conversation in its
@@ -34,7 +35,7 @@ when a request enters, and at `next_turn_at`.
 """
 
 from gateway.core.waiting.fairness import LOOKAHEAD, PUT_BACK_TOKENS
-from gateway.core.waiting.line import MISS_PAUSE_S, WaitingLine
+from gateway.core.waiting.line import BLOCKED_KNOWN_S, MISS_PAUSE_S, WaitingLine
 from gateway.core.waiting.tickets import (
     Foresight,
     Offer,
@@ -47,6 +48,7 @@ from gateway.core.waiting.tickets import (
 )
 
 __all__ = [
+    "BLOCKED_KNOWN_S",
     "LOOKAHEAD",
     "MISS_PAUSE_S",
     "PUT_BACK_TOKENS",

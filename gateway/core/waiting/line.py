@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from gateway.core import health, selection
 from gateway.core.decision import Candidate
-from gateway.core.facts import Flow, StartedTokens, summed
+from gateway.core.facts import Blocked, Flow, StartedTokens, summed
 from gateway.core.load import NO_LOAD, Load
 from gateway.core.policy import WhenLate
 from gateway.core.selection import BackendView
@@ -34,6 +34,14 @@ before: a backend may have a slot for it. A choice: time for a turn, and for a p
 AGAIN_WAIT_S = 0.1
 """How long a request that is tried again may wait, whatever it has waited before: another backend may be
 idle. A choice: time for a turn, and for a second one if the offered slot was gone (`MISS_PAUSE_S`)."""
+
+BLOCKED_S = 1.0
+"""A large request keeps room from other processes once it has waited for this long. A choice: what becomes
+free soon makes room for it, and others hear of it within another second."""
+
+BLOCKED_KNOWN_S = 3.0
+"""How long others leave a large request its room after its process was last heard of, which may be gone. A
+choice: processes say every second what waits."""
 
 EXPIRIES_SPARE = 1_024
 """The expiry heap is rebuilt when it exceeds twice the number of queued requests by more than this. A choice:
@@ -71,6 +79,8 @@ class WaitingLine:
         self._expiries: list[tuple[float, int, Entry]] = []
         self._long_waiting: dict[str, int] = {}
         self._long_elsewhere: Mapping[str, int] = {}
+        self._blocked: Mapping[str, tuple[Entry, Load]] = {}  # in the last turn, by backend
+        self._blocked_elsewhere: dict[str, tuple[float, Load, float]] = {}  # since, what, until
         self._windows: Mapping[str, int] = {}  # of backends that report less than is configured, in tokens
         self._tokens_started = StartedTokens()
         self._gone_until: dict[str, float] = {}  # backends whose offered slot was gone
@@ -278,10 +288,17 @@ class WaitingLine:
             self._withdraw(offered)
 
     def offered(self) -> Mapping[str, Load]:
-        """Return the load of unanswered offers per backend."""
-        if not self._offered:
+        """Return what is kept from newcomers, per backend.
+
+        That is the load of unanswered offers, and what the first request of another process waits for.
+        """
+        if not self._offered and not self._blocked_elsewhere:
             return _NOTHING_OFFERED
-        claims: dict[str, Load] = {}
+        claims = {
+            name: claim
+            for name, (since, claim, _) in self._blocked_elsewhere.items()
+            if since < self._blocked_since(name)
+        }
         for offered in self._offered.values():
             first = offered.offer.candidates[0]
             claims[first.backend] = claims.get(first.backend, NO_LOAD) + first.claim
@@ -347,6 +364,24 @@ class WaitingLine:
         """Set the number of long prompts queued in other processes, per backend of their first pool."""
         self._long_elsewhere = dict(elsewhere)
 
+    def blocked_here(self, now: float) -> Mapping[str, Blocked]:
+        """Return the large requests that come first here, and wait for a backend to have room for them."""
+        return {
+            name: Blocked(entry.waited_s(now), claim)
+            for name, (entry, claim) in self._blocked.items()
+            if self._blocked_since(name) <= now - BLOCKED_S
+        }
+
+    def note_blocked(self, elsewhere: Mapping[str, Blocked], now: float) -> None:
+        """Set the large requests that wait in other processes, per backend the one that waits longest.
+
+        Nothing takes their room, except a large one that has waited here for longer.
+        """
+        until = now + BLOCKED_KNOWN_S
+        self._blocked_elsewhere = {
+            name: (now - one.waited_s, one.claim, until) for name, one in elsewhere.items()
+        }
+
     def reading_here(self, now: float) -> Mapping[str, float]:
         """Return, per backend, seconds until the latest long prompt sent there from here should be read."""
         return self._forecasts.reading_here(now)
@@ -368,9 +403,11 @@ class WaitingLine:
         added here.
         """
         refused = self._expire(now)
+        self._forget_blocked(now)
         self._full_classes = {}
         self._forecasts.views = {}
         if not self._waiting:
+            self._blocked = {}
             return Turn((), refused, None)
         self._note_windows(views)
         seen = self._with_offers(views)
@@ -397,7 +434,7 @@ class WaitingLine:
             no_backend = self._refuse(entry, Reason.NO_BACKEND, now)
             retry_after_s = _first_back_s(entry.ticket, views, now)
             refused.append(replace(no_backend, expected_wait_s=None, retry_after_s=retry_after_s))
-        self._full_classes = room.full_classes
+        self._full_classes, self._blocked = room.full_classes, room.blocked
         late = self._late(room.foreseen, now, refused)
         # There is more to do if the lookahead limit may have ended the turn while slots were still free, if
         # an entry that held backends in this turn was refused or demoted, or comes after others now that
@@ -560,6 +597,17 @@ class WaitingLine:
         entry.expires_at = _expiry(entry.ticket, entry.entered_at, longest_s)
         self._note_expiry(entry)
 
+    def _forget_blocked(self, now: float) -> None:
+        for name in [name for name, known in self._blocked_elsewhere.items() if known[2] <= now]:
+            del self._blocked_elsewhere[name]
+
+    def _blocked_since(self, backend: str) -> float:
+        """Return since when the large request has waited that comes first on a backend; inf if none does."""
+        entry, claim = self._blocked.get(backend, (None, NO_LOAD))
+        if entry is None or claim == NO_LOAD or self._waiting.get(entry.ticket.id) is not entry:
+            return inf
+        return entry.entered_at - entry.ticket.waited_s
+
     def _note_expiry(self, entry: Entry) -> None:
         # Entries that never expire stay out of the heap, because they would never reach its top and be
         # dropped. Stale entries below a long-lived one are dropped by rebuilding the heap.
@@ -620,7 +668,8 @@ class WaitingLine:
         if not self._waiting:
             return None
         first = [self._expiries[0][0]] if self._expiries else []
-        found = min([at, *first, *self._gone_until.values()])
+        until = [known[2] for known in self._blocked_elsewhere.values()]
+        found = min([at, *first, *until, *self._gone_until.values()])
         return None if found == inf else found
 
 

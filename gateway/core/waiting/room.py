@@ -9,6 +9,7 @@ from math import inf
 from gateway.core import admission, selection
 from gateway.core.decision import Candidate, Exclusion
 from gateway.core.health import State
+from gateway.core.load import NO_LOAD, Load
 from gateway.core.selection import BackendView
 from gateway.core.value import valueclass
 from gateway.core.waiting.fairness import LOOKAHEAD, Entry
@@ -31,6 +32,10 @@ _FULL = frozenset(
 _FORESEEN = _FULL | {Exclusion.LONG_PREFILL}
 """Exclusions whose end a forecast predicts."""
 
+
+LARGE = 1.2
+"""A request is large if it needs this many times what those that run take on average. A choice: below that,
+the next end or the one after it makes room."""
 
 STAYING_MAX = LOOKAHEAD * 3 // 4
 """Maximum requests of a class that wait for the backend that has their conversation, in one turn. A choice: a
@@ -62,6 +67,7 @@ class Room:
         self.full_classes: dict[tuple[str, str], list[Ticket]] = {}  # without room, by (model, class)
         self._staying: Counter[tuple[str, str]] = Counter()  # by (model, class)
         self.next_look_at = inf  # when an entry stops waiting for the backend that has its conversation
+        self.blocked: dict[str, tuple[Entry, Load]] = {}  # per backend, which waits first, and for what
         self.has_held = False  # whether an entry waits only because backends are held for others
 
     def place(self, entry: Entry) -> tuple[Candidate, ...] | None:
@@ -111,8 +117,27 @@ class Room:
         if not is_job and (is_full or is_held):
             self.full_classes.setdefault(name, []).append(ticket)
         stuck.append(_Stuck(ticket, busy, is_full, is_foreseen))
-        self._hold(entry, tuple(one.backend for one in ranked if _is_waited_for(one)))
+        self._wait_for(entry, [one for one in ranked if _is_waited_for(one)])
         return ()
+
+    def _wait_for(self, entry: Entry, busy: Sequence[Candidate]) -> None:
+        if not entry.ticket.demand.is_job:
+            for one in busy:
+                self.blocked.setdefault(one.backend, (entry, self._lacks(one)))
+        self._hold(entry, tuple(one.backend for one in busy))
+
+    def _lacks(self, candidate: Candidate) -> Load:
+        """Return what a request needs of a busy backend; nothing if any of those that run there frees it.
+
+        By what they take on average: where all take the same, whichever process asks first gets what one
+        frees, and has no need to keep it from others.
+        """
+        claim, load = candidate.claim, self._views[candidate.backend].load
+        needed, held = claim.share, load.share
+        if candidate.excluded is Exclusion.KV_FULL:
+            needed, held = claim.kv_blocks, load.kv_blocks
+        is_large = candidate.excluded is not Exclusion.PREFILL_BUSY and needed * load.seqs > held * LARGE
+        return Load(claim.seqs, claim.share, claim.kv_blocks) if is_large else NO_LOAD
 
     def _stays(self, entry: Entry, free: Sequence[Candidate], ranked: Sequence[Candidate]) -> bool:
         """Return whether an entry waits for the backend that has its conversation, and note until when.
