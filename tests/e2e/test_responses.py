@@ -216,16 +216,18 @@ async def test_a_stream_that_breaks_is_a_response_that_failed(one: Site) -> None
         stream=True,
         extra_body={"ignore_eos": True},
     )
-    events: list[Any] = [event async for event in stream]
+    events: list[Any] = []
+    with pytest.raises(openai.APIError, match="The connection to the backend broke") as caught:
+        async for event in stream:
+            events.append(event)
 
-    assert any(event.type == "response.output_text.delta" for event in events)
-    assert events[-1].type == "response.failed"
-    failed = events[-1].response
+    assert caught.value.code == caught.value.type == "server_error"
+    assert events[-1].type == "response.output_text.delta"
+    assert one.gateway.journal.recent()[0].error_code == "stream_broken"
+    failed: Any = await client.responses.retrieve(events[0].response.id)
     assert failed.status == "failed"
     assert failed.error.code == "server_error"
     assert failed.output[0].status == "incomplete"
-    assert one.gateway.journal.recent()[0].error_code == "stream_broken"
-    assert (await client.responses.retrieve(failed.id)).status == "failed"
 
 
 async def test_a_caller_that_leaves_stops_the_work_and_nothing_is_kept(one: Site) -> None:

@@ -158,14 +158,20 @@ class Draft:
         return self._end("response.incomplete")  # typed clients have no event type for cancellation
 
     def fail(self, error_type: str, message: str) -> list[Event]:
-        """Return the last event of an answer that failed with an error of that type."""
+        """Return the last events of an answer that failed with an error of that type.
+
+        As in OpenAI's own streams, `error` comes first: SDKs raise on its member `error`, and many callers
+        overlook `response.failed` and take a truncated answer for a whole one. Its other members are those
+        that OpenAI documents.
+        """
         for item in self.items:
             if item.status == "in_progress":
                 item.status = "incomplete"
         self.response["status"] = "failed"
         code = _ERROR_CODES.get(error_type, "server_error")
         self.response["error"] = {"code": code, "message": message}
-        return self._end()
+        said = {"code": code, "message": message, "param": None}
+        return [self._event("error", **said, error={"type": error_type, **said}), *self._end()]
 
     # -------------------------------------------------------------- content
 

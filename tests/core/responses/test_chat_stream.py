@@ -126,7 +126,7 @@ TEXT_DONE = ["output_text.done", "content_part.done", "output_item.done"]
             ],
         ),
         ("cut", [*TEXT, "output_text.delta", *TEXT_DONE, "incomplete"]),
-        ("failed", [*TEXT, "output_text.delta", "failed"]),
+        ("failed", [*TEXT, "output_text.delta", "error", "failed"]),
     ],
 )
 def test_events_come_in_their_order(script: str, expected: list[str]) -> None:
@@ -345,6 +345,8 @@ def test_a_stream_that_breaks_is_a_response_that_failed(parts: list[bytes], code
     assert response["error"] == {"code": code, "message": message}
     assert {item["status"] for item in response["output"]} <= {"incomplete"}
     assert names(events).count("failed") == 1
+    for told in (events[-2], events[-2]["error"]):
+        assert told.items() >= {"code": code, "message": message, "param": None}.items()
 
 
 @pytest.mark.parametrize(
