@@ -213,8 +213,8 @@ class BatchLines:
             forwarded=(),
         )
         is_chat = batch.endpoint == Endpoint.CHAT.value
+        incoming, facts = await (self._chat if is_chat else self._responses.line)(received, token)
         try:
-            incoming, facts = await (self._chat if is_chat else self._responses.line)(received, token)
             lane = await self._lane(incoming)
         except GatewayError as error:
             error.param = error.param if is_chat else chat_param_here(error.param)

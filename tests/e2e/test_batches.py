@@ -85,6 +85,15 @@ async def lines_of(client: openai.AsyncOpenAI, id: str | None) -> list[dict[str,
     return [json.loads(line) for line in (await client.files.content(id)).text.splitlines()]
 
 
+async def refusals(client: openai.AsyncOpenAI, batch: Any) -> dict[str, tuple[int, str, str]]:
+    """Return the status, code and param of each request that was refused, by `custom_id`."""
+    said = {}
+    for line in await lines_of(client, batch.error_file_id):
+        error = line["response"]["body"]["error"]
+        said[line["custom_id"]] = (line["response"]["status_code"], error["code"], error["param"])
+    return said
+
+
 async def test_a_batch_of_chats_is_worked_off(gateway: Site) -> None:
     client = gateway.openai(api_key="a")
     lines = [chat(f"r{number}") for number in range(40)]
@@ -169,18 +178,31 @@ async def test_what_the_gateway_refuses_stands_in_the_error_file(gateway: Site) 
 
     assert done.status == "completed"
     assert done.request_counts.to_dict() == {"total": 5, "completed": 1, "failed": 4}
-    refused = {line["custom_id"]: line["response"] for line in await lines_of(client, done.error_file_id)}
-    said = {
-        name: (response["status_code"], response["body"]["error"]["code"], response["body"]["error"]["param"])
-        for name, response in refused.items()
-    }
-    assert said == {
+    assert await refusals(client, done) == {
         "unknown": (404, "model_not_found", "model"),
         "long": (400, "context_length_exceeded", "messages"),
         "typed": (400, "invalid_request", "max_completion_tokens"),
         "scored": (400, "unsupported_parameter", "prompt_logprobs"),
     }
     assert [line["custom_id"] for line in await lines_of(client, done.output_file_id)] == ["good"]
+
+
+async def test_what_is_refused_of_a_response_has_the_name_that_it_was_sent_under(gateway: Site) -> None:
+    client = gateway.openai(api_key="a")
+    bodies: dict[str, dict[str, Any]] = {
+        "renamed": {"input": "Why?", "max_tokens": 5},
+        "long": {"input": "word " * 400_000},
+    }
+    lines = [
+        {"custom_id": name, "method": "POST", "url": RESPONSES, "body": {"model": "gemma-4", **body}}
+        for name, body in bodies.items()
+    ]
+    done = await ended(client, (await batch_of(client, jsonl(*lines), RESPONSES)).id)
+
+    assert await refusals(client, done) == {
+        "renamed": (400, "unsupported_parameter", "max_tokens"),
+        "long": (400, "context_length_exceeded", "input"),
+    }
 
 
 async def test_lines_that_one_process_cannot_run_are_run_by_another(
