@@ -196,7 +196,8 @@ def _read_part(part: object, where: str, readers: PartReaders) -> Item:
     kind = part.get("type")
     read = readers.get(kind) if isinstance(kind, str) else None
     if read is None:
-        message = f"Parts of type {str(kind)[:40]!r} are not supported here."
+        names = ", ".join(sorted(readers))
+        message = f"Parts of type {str(kind)[:40]!r} are not supported here, only {names}."
         raise InvalidRequest(message, code="unsupported_content", param=f"{where}.type")
     return {"type": kind, **read(part, where)}
 

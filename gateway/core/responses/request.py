@@ -177,7 +177,7 @@ def read(
     chat: dict[str, Any] = {
         "messages": messages,
         **chat_tools(functions_in(tools), members.get("tool_choice")),
-        **_chat_format(text.get("format")),
+        **_chat_format(text),
         **_chat_effort(reasoning.get("effort")),
     }
     if (most := count_of(members, "max_output_tokens")) is not None:
@@ -276,7 +276,11 @@ def metadata_of(written: object) -> Mapping[str, str]:
     return written
 
 
-def _chat_format(written: object) -> Mapping[str, Any]:
+def _chat_format(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "type" in text:  # as AutoGen's OpenAIAgent sends it
+        message = "The `type` of a format belongs in `text.format`."
+        raise InvalidRequest(message, code="unsupported_parameter", param="text.type")
+    written = text.get("format")
     if written is None:
         return {}
     if not isinstance(written, Mapping):

@@ -284,6 +284,11 @@ def test_the_message_names_the_field_too_for_sdks_show_nothing_else(item: Any, n
         chat([call(), item])
 
 
+def test_the_refusal_of_a_part_of_a_chat_names_those_that_are_taken() -> None:
+    with pytest.raises(InvalidRequest, match=r"'image_url' are not supported here, only .*input_image"):
+        chat([user([{"type": "image_url", "image_url": {"url": PNG}}])])
+
+
 def test_a_result_is_matched_with_calls_of_the_conversation_before() -> None:
     before = read_input([call()], TOKEN, {})
     own = read_input([RESULT], TOKEN, {})
