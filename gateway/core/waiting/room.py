@@ -123,7 +123,8 @@ class Room:
     def _wait_for(self, entry: Entry, busy: Sequence[Candidate]) -> None:
         if not entry.ticket.demand.is_job:
             for one in busy:
-                self.blocked.setdefault(one.backend, (entry, self._lacks(one)))
+                if one.backend not in self.blocked:
+                    self.blocked[one.backend] = entry, self._lacks(one)
         self._hold(entry, tuple(one.backend for one in busy))
 
     def _lacks(self, candidate: Candidate) -> Load:
