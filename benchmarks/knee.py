@@ -75,7 +75,7 @@ class _Stream:
 
 @dataclass(slots=True)
 class Server:
-    """One backend behind a gateway that admits `limit_seqs`, in virtual time.
+    """One backend behind a gateway that admits `limit_share` of `ceiling_seqs`, in virtual time.
 
     Attributes:
         profile: What is served.
