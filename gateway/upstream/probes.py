@@ -397,9 +397,12 @@ class _Asker:
             raise _Unexpected(ProbeFault.TIMEOUT, f"no answer in {timeout_s:g} s")
         return body
 
-    def about_key(self) -> str:
-        """Return what to know of the API key when the server refuses it."""
-        return "it refuses the backend's API key" if self._has_key else "it wants an API key: `api_key_env`"
+    def key_hint(self, status: int) -> str:
+        """Return what to know of the API key, in brackets, if the server has refused it; else nothing."""
+        if status not in KEY_REFUSED:
+            return ""
+        refused, wanted = "it refuses the backend's API key", "it wants an API key: `api_key_env`"
+        return f" ({refused if self._has_key else wanted})"
 
     def hurry(self) -> None:
         """Limit probes in progress to `HURRY_S` more seconds, because probing ends."""
@@ -433,11 +436,8 @@ async def _health_by_list(asker: _Asker, timeout_s: float, before: str) -> Probe
     try:
         await _listed(asker, timeout_s, None)
     except _Unexpected as error:
-        hint = ""
-        if error.status in NO_SUCH_PATH:
-            hint = " (is its URL that of an engine?)"
-        elif error.status in KEY_REFUSED:
-            hint = f" ({asker.about_key()})"
+        is_nowhere = error.status in NO_SUCH_PATH
+        hint = " (is its URL that of an engine?)" if is_nowhere else asker.key_hint(error.status)
         return ProbeFailed(error.kind, f"{before}, /v1/models: {error.detail}{hint}")
     return ProbeOk()
 
@@ -456,9 +456,8 @@ async def _models(asker: _Asker, rules: HealthRules) -> ProbeOk | ModelsFailed:
     try:
         models, context_tokens = await _listed(asker, rules.scrape_timeout_s, rules.model)
     except _Unexpected as error:
-        refused = error.status in KEY_REFUSED
-        hint = f" ({asker.about_key()})" if refused else ""
-        return ModelsFailed(f"/v1/models: {error.detail}{hint}", key_refused=refused)
+        detail = f"/v1/models: {error.detail}{asker.key_hint(error.status)}"
+        return ModelsFailed(detail, key_refused=error.status in KEY_REFUSED)
     return ProbeOk(models, context_tokens, await _version(asker, rules))
 
 
