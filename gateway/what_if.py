@@ -339,7 +339,7 @@ class WhatIf:
         views: Mapping[str, BackendView],
         wait_s: float | None,
     ) -> tuple[Outlook, Refusal | None]:
-        """Return the queue in front of a request, and the error if it would be refused for its length."""
+        """Return the queue in front of a request, and the error if it would be refused for the wait in it."""
         decision, line, now = found.decision, self._line, self._clock.now()
         model = deciding.model_of(policy, decision.model)
         (its,) = (one for one in model.classes if one.name == decision.traffic_class)

@@ -80,7 +80,8 @@ class WaitingLine:
         self._long_waiting: dict[str, int] = {}
         self._long_elsewhere: Mapping[str, int] = {}
         self._blocked: Mapping[str, tuple[Entry, Load]] = {}  # in the last turn, by backend
-        self._blocked_elsewhere: dict[str, tuple[float, Load, float]] = {}  # since, what, until
+        self._blocked_elsewhere: Mapping[str, tuple[float, Load]] = {}  # since when, and what
+        self._blocked_until = inf  # then the processes where it waits may be gone
         self._windows: Mapping[str, int] = {}  # of backends that report less than is configured, in tokens
         self._tokens_started = StartedTokens()
         self._gone_until: dict[str, float] = {}  # backends whose offered slot was gone
@@ -296,7 +297,7 @@ class WaitingLine:
             return _NOTHING_OFFERED
         claims = {
             name: claim
-            for name, (since, claim, _) in self._blocked_elsewhere.items()
+            for name, (since, claim) in self._blocked_elsewhere.items()
             if since < self._blocked_since(name)
         }
         for offered in self._offered.values():
@@ -377,10 +378,8 @@ class WaitingLine:
 
         Nothing takes their room, except a large one that has waited here for longer.
         """
-        until = now + BLOCKED_KNOWN_S
-        self._blocked_elsewhere = {
-            name: (now - one.waited_s, one.claim, until) for name, one in elsewhere.items()
-        }
+        self._blocked_elsewhere = {name: (now - one.waited_s, one.claim) for name, one in elsewhere.items()}
+        self._blocked_until = now + BLOCKED_KNOWN_S if elsewhere else inf
 
     def reading_here(self, now: float) -> Mapping[str, float]:
         """Return, per backend, seconds until the latest long prompt sent there from here should be read."""
@@ -598,8 +597,8 @@ class WaitingLine:
         self._note_expiry(entry)
 
     def _forget_blocked(self, now: float) -> None:
-        for name in [name for name, known in self._blocked_elsewhere.items() if known[2] <= now]:
-            del self._blocked_elsewhere[name]
+        if self._blocked_until <= now:
+            self.note_blocked({}, now)
 
     def _blocked_since(self, backend: str) -> float:
         """Return since when the large request has waited that comes first on a backend; inf if none does."""
@@ -668,8 +667,7 @@ class WaitingLine:
         if not self._waiting:
             return None
         first = [self._expiries[0][0]] if self._expiries else []
-        until = [known[2] for known in self._blocked_elsewhere.values()]
-        found = min([at, *first, *until, *self._gone_until.values()])
+        found = min([at, *first, self._blocked_until, *self._gone_until.values()])
         return None if found == inf else found
 
 
