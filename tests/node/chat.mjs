@@ -27,7 +27,7 @@ export async function aStreamSaysWhatTheWholeAnswerSays({ client, model }) {
   const whole = await client.chat.completions.create({ model, messages, max_tokens: 40 });
   const chunks = await all(client.chat.completions.create({ model, messages, max_tokens: 40, stream: true }));
 
-  assert.ok(chunks.length > 5);
+  assert.ok(chunks.length > 1);  // a simulated server that is late says several tokens at once
   assert.equal(chunks.map((chunk) => chunk.choices[0].delta.content ?? "").join(""), whole.choices[0].message.content);
   assert.equal(chunks.at(-1).choices[0].finish_reason, "length");
   assert.ok(chunks.every((chunk) => chunk.object === "chat.completion.chunk" && chunk.model === model && !chunk.usage));
