@@ -27,7 +27,11 @@ _CALLERS_FAULT = re.compile(
 )
 """Messages with which llama.cpp's server rejects unsupported requests, with status 500."""
 _STOPPING = re.compile(r"after shutdown|shutting down", re.IGNORECASE)
-_CRASHED = re.compile(r"EngineCore|EngineDead|engine core", re.IGNORECASE)
+_CRASHED = re.compile(
+    r"EngineCore|EngineDead|engine core|\AThe server had an error while processing your request\.\Z",
+    re.IGNORECASE,
+)
+"""Messages of an API server whose engine died. The last one is that of vLLM 0.33 (its `EngineDeadError`)."""
 _NO_MODEL = re.compile(r"model .{1,200} does not exist", re.IGNORECASE | re.DOTALL)
 _GISTS: Sequence[tuple[re.Pattern[str], str]] = (
     (_CRASHED, "the engine died"),

@@ -220,6 +220,8 @@ def test_only_a_verdict_on_the_content_keeps_its_status(status: int, shown: int)
     ("message", "gist"),
     [
         ("EngineCore encountered an issue.", "the engine died"),
+        ("The server had an error while processing your request.", "the engine died"),
+        ("The server had an error while processing your request. Sorry about that!", ""),
         ("cannot schedule new futures after shutdown", "it is stopping"),
         ("The model `gpt-5` does not exist.", "it does not know the model by this name"),
         ("1 validation error: 'input': 'my secret prompt'", ""),

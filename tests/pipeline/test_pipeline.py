@@ -13,6 +13,7 @@ import pytest
 from support.world import (
     ABORT,
     CRASH,
+    CRASH_OF_0_33,
     DONE,
     HELLO,
     POLICY,
@@ -356,8 +357,16 @@ async def test_a_request_that_kills_an_engine_is_told_so_though_the_next_one_is_
     assert len(world.upstream.targets) == 3
 
 
-async def test_a_request_that_kills_engines_is_not_shown_a_third(world: World) -> None:
-    world.answers(light_0=Script([CRASH]), light_1=Script([CRASH]), push=GOOD)
+@pytest.mark.parametrize(
+    "crash",
+    [
+        pytest.param(Script([CRASH]), id="0.32"),
+        pytest.param(Script([b"data: ", CRASH_OF_0_33, b"\n\n"]), id="0.33"),
+        pytest.param(Script([CRASH_OF_0_33], status=500), id="0.33-before-the-stream"),
+    ],
+)
+async def test_a_request_that_kills_engines_is_not_shown_a_third(world: World, crash: Script) -> None:
+    world.answers(light_0=crash, light_1=crash, push=GOOD)
 
     with pytest.raises(UpstreamFailed):
         await world.run(world.request())

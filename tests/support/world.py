@@ -293,6 +293,7 @@ ABORT = event(delta={"content": "x"}, finish_reason="abort")
 USAGE = b'data: {"model":"served","choices":[],"usage":{"prompt_tokens":101,"completion_tokens":2}}\n\n'
 DONE = b"data: [DONE]\n\n"
 CRASH = b'data: {"error": {"message": "EngineCore encountered an issue.", "code": 500}}\n\n'
+CRASH_OF_0_33 = b'{"error":{"message":"The server had an error while processing your request.","code":500}}'
 WHOLE = json.dumps(
     {
         "model": "served",
