@@ -62,7 +62,7 @@ def _rule(plan: Plan) -> None:
 
 WORKAROUND = Workaround(
     issue="vLLM #50477",
-    versions="0.26.0 to 0.32.0; named choices worked on 0.21.0",
+    versions="0.26.0 to 0.33.0; named choices worked on 0.21.0",
     rule=_rule,
     is_for_tools=True,
 )
