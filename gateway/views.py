@@ -12,7 +12,7 @@ from gateway.core.count_check import CountDrift, CountTracker
 from gateway.core.health import BackendStatus
 from gateway.core.load import NO_LOAD
 from gateway.core.policy import Policy
-from gateway.core.selection import unavailable_reason
+from gateway.core.selection import BackendView, unavailable_reason
 from gateway.pipeline import BackendSnapshot, BackendWatch, Peers
 from gateway.pipeline.box_controller import BoxController, BoxSnapshot
 from gateway.ports import Clock, Fleet
@@ -105,7 +105,7 @@ class Views:
                 "knee_used": round(load.share / admission.WHOLE, 4),
                 "kv_blocks": load.kv_blocks,
                 "kv_blocks_planned": admission.blocks_planned(backend.capacity),
-                "context_tokens": backend.capacity.context_tokens,
+                "context_tokens": BackendView(backend, load, status).capacity.context_tokens,
                 "count_drift": _count_view(self._counts.drift(name)),
                 **_sight_view(snapshots.get(name)),
                 **_status_view(status, now),

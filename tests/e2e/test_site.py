@@ -178,8 +178,11 @@ async def test_a_server_that_reports_a_shorter_window_is_taken_at_its_word(tmp_p
         fleet = running.gateway.fleet
         await running.eventually(lambda: fleet.statuses()["light-0"].context_tokens is not None)
         (model,) = (await running.openai().models.list()).data
+        async with clients.http(base_url=running.admin_url) as client:
+            shown = (await client.get("/admin/backends")).json()["light-0"]
 
         assert model.model_extra == {"max_model_len": 32_768, "root": "gemma-4"}
+        assert shown["context_tokens"] == 32_768
 
 
 async def test_models_are_listed(fleet: Site) -> None:
