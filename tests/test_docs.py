@@ -14,6 +14,7 @@ from gateway.core.decision import Exclusion
 from gateway.core.errors import GatewayError
 from gateway.core.health import Outcome
 from gateway.core.quirks import WORKAROUNDS
+from gateway.core.tpot_control import Move
 from gateway.core.usage import Ending
 from gateway.core.waiting import Reason
 from gateway.downstream import config_routes, console_routes, explain_routes, guard, routes
@@ -124,6 +125,10 @@ def test_every_metric_is_documented_with_its_labels_and_its_help_and_no_other() 
 def test_every_ending_outcome_and_reason_is_documented() -> None:
     values = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "metrics.md").read_text()))
     assert {*Ending, *Outcome, *Exclusion} <= values
+
+
+def test_every_outcome_of_the_control_loop_is_documented() -> None:
+    assert {*Move} <= set(re.findall(r"`(\w+)`", (ROOT / "docs" / "knee.md").read_text()))
 
 
 def test_every_workaround_is_documented_with_its_issue_and_no_other() -> None:

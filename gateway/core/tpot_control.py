@@ -343,7 +343,7 @@ ENDED_CHUNKS_KEPT = 4000
 
 
 class Move(StrEnum):
-    """Outcome of the last window, with the reason. A small, fixed set: a metric label."""
+    """Outcome of the last window, with the reason."""
 
     UP = "up"  # TPOT below the band
     DOWN = "down"  # TPOT above the target
