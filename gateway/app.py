@@ -477,7 +477,7 @@ class Gateway:
     async def drain(self) -> None:
         """Reject new requests, and return when what it serves has ended, here and for others."""
         if self.worker is not None:
-            self.worker.drain(lambda: self.applications.waiting_in_place > 0)
+            self.worker.drain(lambda: self.applications.waiting_for_jobs > 0)
         if self.settings.is_job_worker and self.worker is not None:
             await self.worker.wait_idle()
         else:

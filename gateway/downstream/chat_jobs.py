@@ -65,7 +65,6 @@ class ChatJobs:
         self._keys = keys
         self._clock = clock
         self._serving = serving
-        self.waiting = 0  # callers being served synchronously
 
     @staticmethod
     def wants_job(request: WireRequest) -> bool:
@@ -201,7 +200,7 @@ class ChatJobs:
         """Send the chat completion if it is ready in time, or else the location of the job."""
         headers = (*headers, (b"preference-applied", prefers.applied.encode()))
         try:
-            with self._jobs.waits.until_end():
+            with self._jobs.waits.of_a_caller(), self._jobs.waits.until_end():
                 job = await self._jobs.finished(job, prefers.granted_s)
             if job.status.is_final:
                 if (failed := failure(job)) is not None:
@@ -219,18 +218,16 @@ class ChatJobs:
 
     async def _served(self, job: Job, waiter: Waiter, downstream: HttpDownstream) -> None:
         in_place = WaitingCaller(waiter, self._jobs, downstream, self._clock)
-        self.waiting += 1
-        try:
-            with self._jobs.waits.until_end() as wait:
-                await in_place.serve(job)
-            if wait.cancelled_caught:
-                await in_place.cut(job)
-        except (anyio.get_cancelled_exc_class(), CallerStalled, OSError):
-            if not self._serving.is_ending:
-                await in_place.left(job)
-            raise
-        finally:
-            self.waiting -= 1
+        with self._jobs.waits.of_a_caller():
+            try:
+                with self._jobs.waits.until_end() as wait:
+                    await in_place.serve(job)
+                if wait.cancelled_caught:
+                    await in_place.cut(job)
+            except (anyio.get_cancelled_exc_class(), CallerStalled, OSError):
+                if not self._serving.is_ending:
+                    await in_place.left(job)
+                raise
 
     # -------------------------------------------------------------- fetching
 

@@ -22,11 +22,13 @@ class Waits:
 
     Attributes:
         are_over: Whether it is ending.
+        callers: Number of callers who stay connected for a job.
     """
 
     def __init__(self) -> None:
         """Start with nothing."""
         self.are_over = False
+        self.callers = 0
         self._scopes: set[anyio.CancelScope] = set()
 
     def end(self) -> None:
@@ -43,6 +45,15 @@ class Waits:
         """
         if self.are_over:
             raise Draining("This gateway is shutting down. Follow the response through another one.")
+
+    @contextmanager
+    def of_a_caller(self) -> Iterator[None]:
+        """Run a block for a caller who stays connected for a job meanwhile."""
+        self.callers += 1
+        try:
+            yield
+        finally:
+            self.callers -= 1
 
     @contextmanager
     def until_end(self) -> Iterator[anyio.CancelScope]:

@@ -162,9 +162,10 @@ class Responses:
 
         async def follow(downstream: HttpDownstream) -> None:
             await downstream.start(200, (*SSE_HEADERS, *headers))
-            async for events in background.jobs.events(job, -1):
-                with while_caller_reads():
-                    await downstream.send(frames_of(events) or KEEP_ALIVE)
+            with background.jobs.waits.of_a_caller():
+                async for events in background.jobs.events(job, -1):
+                    with while_caller_reads():
+                        await downstream.send(frames_of(events) or KEEP_ALIVE)
             await downstream.finish()
 
         if asked.incoming.request.stream:
@@ -238,8 +239,9 @@ class Responses:
             raise InvalidRequest("`starting_after` must be the number of an event.", param="starting_after")
 
         async def frames() -> AsyncIterator[bytes]:
-            async for events in jobs.events(job, int(after)):
-                yield frames_of(events) or KEEP_ALIVE
+            with jobs.waits.of_a_caller():
+                async for events in jobs.events(job, int(after)):
+                    yield frames_of(events) or KEEP_ALIVE
 
         headers = {name.decode(): value.decode() for name, value in SSE_HEADERS}
         return Stream(frames(), headers=headers, media_type="text/event-stream; charset=utf-8")

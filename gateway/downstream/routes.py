@@ -182,9 +182,9 @@ class Applications:
         self.chats = ServedChats(self.serving, self._chats, origins, pipeline.cohort)
 
     @property
-    def waiting_in_place(self) -> int:
-        """Number of callers waiting for a job synchronously."""
-        return 0 if self._chat_jobs is None else self._chat_jobs.waiting
+    def waiting_for_jobs(self) -> int:
+        """Number of callers who stay connected for a job: they wait for its answer, or follow it."""
+        return 0 if self._background is None else self._background.jobs.waits.callers
 
     def end(self) -> None:
         """End all requests, because this process is shutting down: each caller is told."""

@@ -944,7 +944,7 @@ async def test_who_leaves_a_gateway_that_drains_has_left(tmp_path: Path, store: 
                 partial(client.post, f"{one.url}/v1/chat/completions", json=body, headers=headers)
             )
             await one.eventually(lambda: len(one.gateway.journal.recent()) == 2)
-            await one.eventually(lambda: one.gateway.applications.waiting_in_place == 1)
+            await one.eventually(lambda: one.gateway.applications.waiting_for_jobs == 1)
             job, _ = await jobs_of(one)
             one.gateway.applications.serving.refuse()
             asking.cancel_scope.cancel()
@@ -1012,6 +1012,55 @@ async def test_a_gateway_that_drains_serves_those_who_wait_in_its_queue(
 
     assert chunks[-1].choices[0].finish_reason == "length"
     assert got[-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize("how", ["posted", "fetched", "waited-for"])
+async def test_a_gateway_that_drains_runs_the_queued_jobs_that_callers_follow(
+    tmp_path: Path, store: RedisServer, how: str
+) -> None:
+    """Nobody else is there to do it, and the gateway would wait for the followers until its time is over."""
+    question: dict[str, Any] = {"model": "gemma-4", "input": "Why is the sky blue?", "background": True}
+    async with (
+        processes(tmp_path, store, True, speed=20) as [(gateway, url)],
+        clients.sdk(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
+        clients.http(base_url=url, timeout=60) as http,
+    ):
+        running_now = await client.responses.create(
+            **question, max_output_tokens=4_000, extra_body=FOREVER, stream=True
+        )
+        async for event in running_now:
+            if event.type == "response.output_text.delta":
+                break
+        await running_now.close()
+
+        body = {**question, "max_output_tokens": 20}
+        asked = http.build_request("POST", "/v1/responses", json={**body, "stream": True})
+        if how == "fetched":
+            job = await client.responses.create(**body)
+            asked = http.build_request("GET", f"/v1/responses/{job.id}?stream=true")
+        if how == "waited-for":
+            prefer = {"prefer": "respond-async, wait=250"}
+            asked = http.build_request("POST", "/v1/chat/completions", json=ASK, headers=prefer)
+        begun, said = anyio.Event(), []
+
+        async def ask() -> None:
+            answer = await http.send(asked, stream=True)
+            async for text in answer.aiter_text():
+                said.append(text)
+                begun.set()
+
+        async with anyio.create_task_group() as asking:
+            asking.start_soon(ask)
+            if how == "waited-for":
+                await gateway.wait_for("became job ")
+            else:
+                await begun.wait()
+            gateway.process.terminate()
+            with anyio.fail_after(60):
+                assert await gateway.process.wait() == 0
+
+    told = "".join(said)
+    assert ('"object":"chat.completion"' if how == "waited-for" else "event: response.incomplete") in told
 
 
 async def test_a_gateway_that_drains_finishes_what_callers_of_another_one_wait_for(
