@@ -5,8 +5,6 @@ gateway that serves never loads what only the demo needs.
 """
 
 import json
-import os
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -84,7 +82,6 @@ def main() -> None:
 )
 def serve(config: Path, log_level: str, workers: int) -> None:
     """Run the gateway until SIGTERM, then let running requests finish."""
-    _hear_early_signals()
     from gateway import process
 
     sys.exit(process.serve(config, log_level, workers))
@@ -99,22 +96,9 @@ def worker(config: Path, log_level: str, admin: str | None) -> None:
 
     On SIGTERM it takes no more jobs, finishes those whose answers have begun, and returns the others.
     """
-    _hear_early_signals()
     from gateway import process
 
     sys.exit(process.work(config, log_level, admin))
-
-
-def _hear_early_signals() -> None:
-    """Ignore SIGHUP and exit on SIGTERM and SIGINT until the gateway handles signals, some seconds later.
-
-    SIGHUP would end the process; it can be ignored, because the configuration is read after this anyway.
-    SIGTERM would be lost for the first process of a container, which Linux exempts from signals without a
-    handler: it would start, and serve until killed.
-    """
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    for stop in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(stop, lambda *_: os._exit(0))  # nothing has been started yet
 
 
 @main.command()

@@ -1,6 +1,7 @@
 """Signals to a process, and its end."""
 
 import faulthandler
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,18 @@ callers against the end of the process."""
 EXIT_S = 10.0
 """How long the interpreter may take to exit once nothing is left to do. A choice: Python waits for threads
 that may never end."""
+
+
+def hear_early_signals() -> None:
+    """Ignore SIGHUP and exit on SIGTERM and SIGINT until the gateway handles signals, some seconds later.
+
+    SIGHUP would end the process; it can be ignored, because the configuration is read after this anyway.
+    SIGTERM would be lost for the first process of a container, which Linux exempts from signals without a
+    handler: it would start, and serve until killed.
+    """
+    signal.signal(RELOAD_SIGNAL, signal.SIG_IGN)
+    for stop in STOP_SIGNALS:
+        signal.signal(stop, lambda *_: os._exit(0))  # nothing has been started yet
 
 
 @contextmanager

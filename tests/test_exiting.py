@@ -1,5 +1,6 @@
-"""A process exits, whatever its threads do."""
+"""A process exits, whatever its threads do, and hears signals from its first moment."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,3 +30,31 @@ def test_a_thread_that_never_ends_does_not_keep_the_process(case: str, status: i
     assert "error: " in done.stderr
     assert done.returncode == status
     assert ("most recent call first" in done.stderr) is (status == 1)
+
+
+LOADING = """
+import os, sys
+
+class Signalling:
+    def find_spec(self, name, *_):
+        if name == "gateway.cli":  # its program is being loaded
+            os.kill(os.getpid(), signal_number)
+
+signal_number = int(sys.argv.pop())
+sys.meta_path.insert(0, Signalling())
+from gateway import __main__
+__main__.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGHUP, 2), (signal.SIGTERM, 0), (signal.SIGINT, 0)], ids=str
+)
+@pytest.mark.parametrize("command", ["serve", "worker"])
+def test_a_signal_is_heard_while_the_program_is_being_loaded(
+    command: str, number: int, status: int, tmp_path: Path
+) -> None:
+    missing = str(tmp_path / "gateway.yaml")  # so status 2 says that it went on
+    arguments = [command, "--config", missing, str(int(number))]
+    done = subprocess.run([sys.executable, "-c", LOADING, *arguments], capture_output=True, timeout=60)
+    assert done.returncode == status
