@@ -221,6 +221,8 @@ async def _running(
     binary: Path, folder: Path, *, is_temporary: bool, keeps: bool
 ) -> AsyncIterator[tuple[Process, str]]:
     """Run a server for the duration of the block. Yields its watcher, and what it said at its start."""
+    if is_temporary:
+        os.makedirs(folder, 0o700, exist_ok=True)  # whoever tidies /tmp may have removed it
     socket_path(folder).unlink(missing_ok=True)
     # A watcher process in between notices the end of this process, even by SIGKILL, as EOF on its stdin.
     # Its own session keeps the terminal's Ctrl-C from both while requests are still finishing.

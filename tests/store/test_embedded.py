@@ -1,6 +1,7 @@
 """The embedded server: there when asked for, and gone with whoever asked."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -206,6 +207,18 @@ async def test_a_server_that_cannot_be_started_again_at_once_is_tried_again(
         assert await tasks.start(keep_store, tmp_path) == f"unix://{tmp_path}/valkey.sock"
         await until(lambda: is_made(runs))
         tasks.cancel_scope.cancel()
+
+
+async def test_a_server_comes_back_though_its_temporary_folder_was_removed() -> None:
+    async with anyio.create_task_group() as tasks:
+        url = await tasks.start(keep_store, None)
+        socket, pid = Path(url.removeprefix("unix://")), await server_pid(url)
+        shutil.rmtree(socket.parent)
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: is_made(socket))
+        assert socket.parent.stat().st_mode & 0o077 == 0
+        tasks.cancel_scope.cancel()
+    assert not socket.parent.exists()
 
 
 async def is_made(file: Path) -> bool:
