@@ -121,8 +121,12 @@ def _keys(old: Document, new: Document) -> Iterator[str]:
 
 
 def _rest(old: Document, new: Document) -> Iterator[str]:
+    """Yield the changes of all other sections. A profile of a backend that is held is kept with it."""
     for section in sorted(LIVE - {"backends", "pools", "models", "keys"}):
         before, after = getattr(old, section), getattr(new, section)
+        if section == "profiles":
+            used = {old.backends[name].profile for name in held(old)}
+            after = {name: one for name, one in before.items() if name in used} | after
         for path, one, other in _differences(_plain(before), _plain(after), section):
             yield f"{path} {_shown(one)} -> {_shown(other)}"
 

@@ -95,6 +95,7 @@ def beside(started: Settings, running: Settings, new: Settings) -> Settings:
         name: _held_back(kept["backends"][name], wanted["backends"].get(name))
         for name in held(running.document)
     }
+    data["profiles"] = _profiles_needed(data["backends"], kept) | data.get("profiles", {})
     try:
         document = Document.model_validate(data)
     except ValidationError as error:
@@ -113,6 +114,12 @@ def beside(started: Settings, running: Settings, new: Settings) -> Settings:
             )
     message = "together with settings that cannot change while the gateway runs: "
     raise ConfigError("\n".join(f"{'.'.join(map(str, one.path))}: {message}{one.message}" for one in found))
+
+
+def _profiles_needed(backends: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those own profiles of the file at startup that backends use: one held back needs its own."""
+    used = {section.get("profile") for section in backends.values()}
+    return {name: one for name, one in kept.get("profiles", {}).items() if name in used}
 
 
 def _held_back(section: Mapping[str, Any], wanted: Mapping[str, Any] | None) -> Mapping[str, Any]:

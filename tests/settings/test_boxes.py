@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from gateway.core.swap_policy import SwapRules, Trigger
-from gateway.settings import CheckReport, Settings
+from gateway.settings import CheckReport, Settings, beside, changes
 
 Check = Callable[..., CheckReport]
 
@@ -48,6 +48,26 @@ def test_a_boot_within_the_budget_of_the_box_is_no_fault_of_its_backend(
     assert [one.boot_budget_s for one in settings.policy().backends.values()] == [1200.0, 1200.0]
     longer = BOXED.replace("9002, profile: spark-nvfp4", "9002, profile: spark-nvfp4, boot_budget_s: 1800")
     assert loaded(longer).policy().backends["qwen"].boot_budget_s == 1800.0
+
+
+def test_a_model_can_be_taken_out_of_the_file_with_a_profile_of_its_own(
+    loaded: Callable[[str], Settings],
+) -> None:
+    own = "profiles: {slow: {extends: spark-nvfp4, served_model: q}}\nboxes:"
+    started = loaded(
+        BOXED.replace("9002, profile: spark-nvfp4", "9002, profile: slow").replace("boxes:", own)
+    )
+    alone = BOXED[: BOXED.index("boxes:")] + BOXED[BOXED.index("models:") : BOXED.index("  qwen: {cla")]
+    for qwen in ("  qwen: {url: http://127.0.0.1:9002, profile: spark-nvfp4}\n", ", qwen: [qwen]"):
+        alone = alone.replace(qwen, "")
+    new = loaded(alone)
+    running = beside(started, started, new)
+    assert running.profile("qwen").served_model == "q"  # as long as it runs
+    assert [*running.document.models] == ["gemma-4"]
+    found = changes(started.document, new.document, {})
+    assert found.now == ("pool qwen is gone", "model qwen is gone")
+    assert found.at_start == ("boxes", "backend qwen, which belongs to a box")
+    assert beside(started, running, started).document == started.document
 
 
 @pytest.mark.parametrize(
