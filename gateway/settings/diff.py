@@ -43,15 +43,26 @@ def held(old: Document) -> frozenset[str]:
     return frozenset(name for box in old.boxes.values() for name in box.backends)
 
 
+def awaiting(old: Document, new: Document) -> frozenset[str]:
+    """Return the new backends whose box begins to run with the next start: until then they get no requests.
+
+    Nobody knows before which of their models are in, and one that sleeps would keep its requests waiting.
+    """
+    boxed = held(new) - held(old)
+    return frozenset(name for name in boxed if name not in old.backends or old.backends[name].drain)
+
+
 def _backends(old: Document, new: Document, in_flight: Mapping[str, int]) -> Iterator[str]:
     for name in sorted(set(old.backends) - set(new.backends) - held(old)):
         yield f"backend {name} is gone{_finishing(in_flight.get(name, 0))}"
+    waits = awaiting(old, new)
     for name, section in new.backends.items():
         if name not in old.backends:
-            yield f"backend {name} is new ({section.profile}, {section.url})"
+            until = ", drained until its box runs" if name in waits else ""
+            yield f"backend {name} is new ({section.profile}, {section.url}){until}"
             continue
         for path, before, after in _leaves(old.backends[name], section):
-            if name in held(old) and path not in LIVE_IF_HELD:
+            if (name in held(old) and path not in LIVE_IF_HELD) or (name in waits and path == "drain"):
                 continue
             ends = _finishing(in_flight.get(name, 0)) if path == "url" else ""
             yield f"backend {name}: {path} {_shown(before)} -> {_shown(after)}{ends}"

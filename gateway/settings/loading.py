@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from gateway.core.errors import ConfigError
 from gateway.core.value import valueclass
 from gateway.settings import advice, policies, references, shape
-from gateway.settings.diff import AT_START, LIVE, LIVE_IF_HELD, held
+from gateway.settings.diff import AT_START, LIVE, LIVE_IF_HELD, awaiting, held
 from gateway.settings.document import Document
 from gateway.settings.problems import Finding, Problem
 from gateway.settings.resolved import Settings
@@ -94,6 +94,9 @@ def beside(started: Settings, running: Settings, new: Settings) -> Settings:
     data["backends"] = data["backends"] | {
         name: _held_back(kept["backends"][name], wanted["backends"].get(name))
         for name in held(running.document)
+    }
+    data["backends"] |= {
+        name: {**data["backends"][name], "drain": True} for name in awaiting(running.document, new.document)
     }
     data["profiles"] = _profiles_needed(data["backends"], kept) | data.get("profiles", {})
     try:

@@ -70,6 +70,26 @@ def test_a_model_can_be_taken_out_of_the_file_with_a_profile_of_its_own(
     assert beside(started, running, started).document == started.document
 
 
+def test_a_new_backend_gets_no_requests_before_its_box_runs(loaded: Callable[[str], Settings]) -> None:
+    alone = BOXED[: BOXED.index("boxes:")] + BOXED[BOXED.index("models:") : BOXED.index("  qwen: {cla")]
+    for qwen in ("  qwen: {url: http://127.0.0.1:9002, profile: spark-nvfp4}\n", ", qwen: [qwen]"):
+        alone = alone.replace(qwen, "")
+    started, new = loaded(alone), loaded(BOXED)
+    running = beside(started, started, new)
+    again = beside(started, running, loaded(BOXED.replace("max_wait_s: 300,", "max_wait_s: 400,")))
+    for settings in (running, again):  # gemma has served without a box, and does so until there is one
+        assert {name: one.drain for name, one in settings.policy().backends.items()} == {
+            "gemma": False,
+            "qwen": True,
+        }
+    found = changes(started.document, new.document, {})
+    qwen = "backend qwen is new (spark-nvfp4, http://127.0.0.1:9002), drained until its box runs"
+    assert found.now[0] == qwen
+    assert found.at_start == ("boxes",)
+    own = running.document.model_copy(update={"boxes": {}})
+    assert changes(own, new.document, {}).now == ()
+
+
 @pytest.mark.parametrize(
     ("good", "bad", "message"),
     [
