@@ -29,11 +29,13 @@ export function say(element, text) {
 /** Makes the children of `parent` those of `items`, in order; one that stays keeps its element. */
 export function keyed(parent, items, keyOf, create, update) {
   const old = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  const wanted = new Set(items.map((item) => String(keyOf(item))));
+  // First, so that none of those that stay is moved: what is moved loses the focus, and a click on it is lost.
+  for (const [key, child] of old) if (!wanted.has(key)) child.remove();
   let before = parent.firstElementChild;
   for (const item of items) {
     const key = String(keyOf(item));
     let child = old.get(key);
-    old.delete(key);
     if (!child) {
       child = create(item);
       child.dataset.key = key;
@@ -42,7 +44,6 @@ export function keyed(parent, items, keyOf, create, update) {
     else parent.insertBefore(child, before);
     if (update) update(child, item);
   }
-  for (const child of old.values()) child.remove();
 }
 
 export function seconds(value) {

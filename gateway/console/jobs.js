@@ -1,6 +1,6 @@
 // Jobs, with what an operator may do to them.
 
-import { ask, at, h, number, say, seconds, timeOfDay, words } from "./dom.js";
+import { ask, at, h, keyed, number, say, seconds, timeOfDay, words } from "./dom.js";
 
 const LOOK_MS = 3000;
 const AGAIN = new Set(["failed", "cancelled"]);
@@ -42,34 +42,41 @@ function show(view) {
     say(list, "There are no jobs.");
     return;
   }
-  // What is focused is found again: the list is drawn anew.
-  const focused = document.activeElement?.closest("#job-list [data-action]");
-  const where = focused && [focused.dataset.action, focused.closest("[data-job]").dataset.job];
-  list.replaceChildren(
-    h(
-      "table",
-      {},
-      h("thead", {}, h("tr", {}, ...["since", "job", "lane", "key", "status", "attempts", "age", ""].map((name, index) => h("th", { scope: "col", class: index === 5 || index === 6 ? "n" : null, text: name })))),
-      h("tbody", {}, ...view.jobs.map(row)),
-    ),
-  );
-  if (where) list.querySelector(`[data-job="${CSS.escape(where[1])}"] [data-action="${where[0]}"]`)?.focus();
+  if (!list.firstElementChild) {
+    const names = ["since", "job", "lane", "key", "status", "attempts", "age", ""];
+    const heads = names.map((name, index) => h("th", { scope: "col", class: index === 5 || index === 6 ? "n" : null, text: name }));
+    list.replaceChildren(h("table", {}, h("thead", {}, h("tr", {}, ...heads)), h("tbody")));
+  }
+  keyed(list.querySelector("tbody"), view.jobs, (job) => job.id, row, update);
 }
 
 function row(job) {
-  const status = words(job.status) + (job.position === null ? "" : `, position ${number(job.position)}`);
   return h(
     "tr",
-    { "data-job": job.id, "data-status": job.status },
+    { "data-job": job.id },
     h("td", { text: timeOfDay(job.created_at) }),
     h("td", { class: "id", text: job.id, title: job.id }),
     h("td", { text: job.lane }),
     h("td", { text: job.key ?? "–" }),
-    h("td", { class: `status ${job.status}`, text: status, title: job.error ? `${job.error.code}: ${job.error.message}` : null }),
-    h("td", { class: "n", text: number(job.attempts) }),
-    h("td", { class: "n", text: seconds(job.total_s) }),
-    h("td", { class: "n" }, OPEN.has(job.status) ? action("cancel", job.id) : null, AGAIN.has(job.status) ? action("retry", job.id) : null),
+    h("td"),
+    h("td", { class: "n" }),
+    h("td", { class: "n" }),
+    h("td", { class: "n" }),
   );
+}
+
+function update(element, job) {
+  const [status, attempts, age, actions] = [...element.cells].slice(4);
+  element.dataset.status = job.status;
+  status.className = `status ${job.status}`;
+  status.title = job.error ? `${job.error.code}: ${job.error.message}` : "";
+  say(status, words(job.status) + (job.position === null ? "" : `, position ${number(job.position)}`));
+  say(attempts, number(job.attempts));
+  say(age, seconds(job.total_s));
+  const possible = OPEN.has(job.status) ? "cancel" : AGAIN.has(job.status) ? "retry" : "";
+  const button = actions.firstElementChild;
+  if ((button?.dataset.action ?? "") === possible) return;
+  actions.replaceChildren(...(possible ? [action(possible, job.id)] : []));
 }
 
 function action(name, id) {

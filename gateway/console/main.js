@@ -1,6 +1,6 @@
 // Follows the gateway, and hands what it says to the parts of the page.
 
-import { at, h, number, say, timeOfDay } from "./dom.js";
+import { at, h, keyed, number, say, timeOfDay } from "./dom.js";
 import { showFleet } from "./fleet.js";
 import { showFlow } from "./flow.js";
 import { startJobs } from "./jobs.js";
@@ -33,7 +33,7 @@ function showFacts(snapshot) {
   ];
   const several = snapshot.replicas > 1 ? `, 1 of ${number(snapshot.replicas)}` : "";
   if (snapshot.owner) facts.push(["process", snapshot.owner + several]);
-  at("facts").replaceChildren(...facts.map(([name, value]) => h("div", {}, h("dt", { text: name }), h("dd", { text: value }))));
+  keyed(at("facts"), facts, ([name]) => name, ([name]) => h("div", {}, h("dt", { text: name }), h("dd")), (element, [, value]) => say(element.lastElementChild, value));
 }
 
 function follow() {

@@ -1,6 +1,6 @@
 // Who waits, for how long, and until when they may.
 
-import { at, colourOf, h, number, say, seconds } from "./dom.js";
+import { at, colourOf, h, keyed, number, say, seconds } from "./dom.js";
 
 export function showWaiting(waiting) {
   const limits = new Map(waiting.classes.map((one) => [`${one.model}/${one.class}`, one.max_wait_s]));
@@ -12,16 +12,14 @@ export function showWaiting(waiting) {
     say(place, "No request is waiting.");
     return;
   }
+  if (!place.firstElementChild) {
+    const names = ["", "class", "key", "prompt", "due in", "waited"];
+    const heads = names.map((name, index) => h("th", { scope: "col", class: [0, 3, 4].includes(index) ? "n" : null, text: name }));
+    place.replaceChildren(h("table", {}, h("thead", {}, h("tr", {}, ...heads)), h("tbody")), h("p", { class: "note" }));
+  }
+  keyed(place.querySelector("tbody"), waiting.line, (one) => one.id, row, (element, one) => update(element, one, limits.get(`${one.model}/${one.traffic_class}`)));
   const left = waiting.total - waiting.line.length;
-  place.replaceChildren(
-    h(
-      "table",
-      {},
-      h("thead", {}, h("tr", {}, ...["", "class", "key", "prompt", "due in", "waited"].map((name, index) => h("th", { scope: "col", class: [0, 3, 4].includes(index) ? "n" : null, text: name })))),
-      h("tbody", {}, ...waiting.line.map((one) => row(one, limits.get(`${one.model}/${one.traffic_class}`)))),
-    ),
-    ...(left > 0 ? [h("p", { class: "note", text: `and ${number(left)} more` })] : []),
-  );
+  say(place.querySelector(".note"), left > 0 ? `and ${number(left)} more` : "");
 }
 
 function summary(one) {
@@ -35,18 +33,26 @@ export function swatch(name) {
   return mark;
 }
 
-function row(one, limit) {
-  const bar = h("i");
-  // A job waits for as long as it takes: its limit is not a number.
-  bar.style.width = limit ? `${Math.min(100, (100 * one.waited_s) / limit)}%` : "0";
+function row(one) {
   return h(
     "tr",
     { "data-request": one.id, title: `${one.id}; first choice: pool ${one.pool}` },
-    h("td", { class: "n", text: number(one.position) }),
-    h("td", {}, swatch(one.traffic_class), one.traffic_class, one.is_behind ? h("em", { text: " behind" }) : null, one.tries ? h("em", { text: " retry" }) : null, one.stays_for ? h("em", { text: ` stays for ${one.stays_for}` }) : null),
+    h("td", { class: "n" }),
+    h("td", {}, swatch(one.traffic_class), one.traffic_class, h("em")),
     h("td", { text: one.key ?? "–" }),
     h("td", { class: "n", text: number(one.prompt_tokens) }),
-    h("td", { class: one.due_in_s < 0 ? "n attention" : "n", text: seconds(one.due_in_s) }),
-    h("td", { class: "waited" }, h("span", { class: "bar" }, bar), h("span", { class: "value", text: seconds(one.waited_s) })),
+    h("td"),
+    h("td", { class: "waited" }, h("span", { class: "bar" }, h("i")), h("span", { class: "value" })),
   );
+}
+
+function update(element, one, limit) {
+  const [position, , , , due, waited] = element.cells;
+  say(position, number(one.position));
+  say(element.querySelector("em"), [one.is_behind ? " behind" : "", one.tries ? " retry" : "", one.stays_for ? ` stays for ${one.stays_for}` : ""].join(""));
+  due.className = one.due_in_s < 0 ? "n attention" : "n";
+  say(due, seconds(one.due_in_s));
+  // A job waits for as long as it takes: its limit is not a number.
+  waited.querySelector("i").style.width = limit ? `${Math.min(100, (100 * one.waited_s) / limit)}%` : "0";
+  say(waited.querySelector(".value"), seconds(one.waited_s));
 }

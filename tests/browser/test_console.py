@@ -35,6 +35,7 @@ MODELS: dict[str, Any] = {
     },
     "patient": {"classes": [{"class": "patient", "pools": ["slow"], "waiting": {"max_wait_s": 86_400}}]},
 }
+LONG = "Count from 7 to 9000."  # what a simulated backend answers without an end
 HELLO: Any = [{"role": "user", "content": "Why is the sky blue, Rumpelstiltskin?"}]
 
 
@@ -377,6 +378,48 @@ async def test_a_job_is_cancelled_and_tried_again(bench: Bench) -> None:
     await bench.page.until(f"document.querySelector('{row}').dataset.status === 'in_progress'")
     await bench.page.click(f'{row} [data-action="cancel"]')
     await bench.page.until(f"document.querySelector('{row}').dataset.status === 'cancelled'")
+
+
+async def test_what_an_operator_is_at_outlasts_news(bench: Bench) -> None:
+    """A list that is drawn anew under the pointer loses the click, and what was selected to be copied."""
+    client, page = bench.site.openai(api_key="web"), bench.page
+    options: Any = {"model": "patient", "input": LONG, "background": True, "max_output_tokens": 5000}
+    job = await client.responses.create(**options)
+    await page.until(f"{row_of(job.id)}?.dataset.status === 'in_progress'")
+    await page.js(f"globalThis.button = {row_of(job.id)}.querySelector('button')")
+    await page.js(f"getSelection().selectAllChildren({row_of(job.id)}.querySelector('.id'))")
+    age = f"{row_of(job.id)}.cells[6].textContent"
+    before = json.dumps(await page.js(age))
+
+    await page.until(f"{age} !== {before}")
+    other = await client.responses.create(**options)
+    await page.until(row_of(other.id))
+
+    assert await page.js("getSelection().toString()") == job.id
+    assert await page.js("button.isConnected")
+    for one in (job.id, other.id):
+        await page.click(f'[data-job="{one}"] [data-action="cancel"]')
+        await page.until(f"{row_of(one)}.dataset.status === 'cancelled'")
+
+
+async def test_those_who_wait_keep_their_rows(bench: Bench) -> None:
+    """A row that is drawn anew each second never shows its title, which names the request."""
+    page, first = bench.page, "document.querySelector('#waiting-line tbody tr')"
+    async with bench.busy(3):
+        await page.until(first)
+        waited = f"{first}.cells[5].textContent"
+        before = json.dumps(await page.js(f"globalThis.first = {first}; {waited}"))
+        await page.js("getSelection().selectAllChildren(document.querySelector('#facts dd'))")
+        selected = await page.js("getSelection().toString()")
+
+        await page.until(f"{waited} !== {before}")
+        assert await page.js(f"{first} === first")
+        assert selected
+        assert await page.js("getSelection().toString()") == selected
+
+
+def row_of(job: str) -> str:
+    return f"document.querySelector('[data-job=\"{job}\"]')"
 
 
 async def test_what_went_wrong_is_found_among_the_rest(bench: Bench) -> None:
