@@ -5,29 +5,37 @@ import { ask, at, h, keyed, number, say, seconds, timeOfDay, words } from "./dom
 const LOOK_MS = 3000;
 const AGAIN = new Set(["failed", "cancelled"]);
 const OPEN = new Set(["queued", "in_progress"]);
+let timer = 0;
 let unanswered = ""; // what was said of the last look, if it failed
 
-export async function startJobs() {
-  if (await look()) setInterval(look, LOOK_MS);
+/** Follows the jobs of the gateway that answers now: the one before it may have had none, or some. */
+export async function followJobs() {
+  clearInterval(timer);
+  timer = setInterval(look, LOOK_MS);
+  await look();
 }
 
-/** Shows the queue as it stands; false where there are no jobs at all. */
 async function look() {
   let view;
   try {
     view = await ask("admin/jobs?limit=30");
   } catch (error) {
-    if (error.status === 404) return false;
+    const hasNone = error.status === 404;
+    if (hasNone) clearInterval(timer);
+    if (error.status) unveil(!hasNone);
     unanswered = error.message;
     say(at("job-message"), unanswered);
-    return true;
+    return;
   }
   if (unanswered && at("job-message").textContent === unanswered) say(at("job-message"), "");
   unanswered = "";
-  at("jobs").hidden = false;
-  document.querySelector('nav a[href="#jobs"]').hidden = false;
+  unveil(true);
   show(view);
-  return true;
+}
+
+function unveil(isSeen) {
+  at("jobs").hidden = !isSeen;
+  document.querySelector('nav a[href="#jobs"]').hidden = !isSeen;
 }
 
 function show(view) {

@@ -3,7 +3,7 @@
 import { at, h, keyed, number, say, timeOfDay } from "./dom.js";
 import { showFleet } from "./fleet.js";
 import { showFlow } from "./flow.js";
-import { startJobs } from "./jobs.js";
+import { followJobs } from "./jobs.js";
 import { showLatency } from "./latency.js";
 import { forgetRequests, startRequests, takeRequests } from "./requests.js";
 import { showWaiting } from "./waiting.js";
@@ -38,7 +38,10 @@ function showFacts(snapshot) {
 
 function follow() {
   const events = new EventSource("admin/live");
-  events.addEventListener("open", () => forgetRequests());
+  events.addEventListener("open", () => {
+    forgetRequests();
+    followJobs();
+  });
   events.addEventListener("snapshot", (event) => {
     const snapshot = JSON.parse(event.data);
     heardAt = performance.now();
@@ -66,5 +69,4 @@ setInterval(() => {
 
 startRequests({ onWhatIf: askAbout });
 startWhatIf();
-startJobs();
 follow();

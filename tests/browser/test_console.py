@@ -488,6 +488,35 @@ async def test_what_is_old_says_since_when(tmp_path: Path) -> None:
         assert float(await page.js("getComputedStyle(document.querySelector('#fleet')).opacity")) < 0.5
 
 
+async def test_jobs_are_shown_if_the_gateway_that_answers_has_them(tmp_path: Path) -> None:
+    """Also if it has taken the place of one without, and if its store is away when the page is opened."""
+    shown = "!document.querySelector('#jobs').hidden"
+    live = "document.querySelector('#link')?.dataset.state === 'live'"
+    options: Any = {
+        "fleet": {"light": FLEET["light"]},
+        "pools": {"light": ["light"]},
+        "models": {"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}},
+    }
+    for name in ("browser", "store"):
+        (tmp_path / name).mkdir()
+    async with browser(tmp_path / "browser") as page:
+        with own_server("valkey-9", tmp_path / "store") as store:
+            async with site(tmp_path, **options) as running:
+                await page.go(f"{running.admin_url}/")
+                await page.until(live)
+                options["admin"] = running.admin_url.removeprefix("http://")
+            async with site(tmp_path, store={"url": store.url}, jobs={}, **options) as running:
+                await page.until(shown)
+                store.kill()
+                await page.js("location.reload()")
+                await page.until(f"{live} && {shown}")
+                assert "does not answer" in await page.until(
+                    "document.querySelector('#job-message').innerText"
+                )
+        async with site(tmp_path, **options):
+            await page.until(f"{live} && !({shown})")
+
+
 async def test_flow_and_latency_are_drawn_from_what_has_ended(bench: Bench) -> None:
     await bench.chat()
     await bench.page.go(f"{bench.site.admin_url}/")
