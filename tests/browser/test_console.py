@@ -585,6 +585,20 @@ async def test_names_that_begin_alike_are_told_apart(bench: Bench) -> None:
             await put(http, before)
 
 
+async def test_latency_can_be_read_in_a_narrow_window(bench: Bench) -> None:
+    await bench.chat()
+    await bench.page.look_like("light", 390, 844)
+    await bench.page.go(f"{bench.site.admin_url}/")
+    lines = "document.querySelector('[data-lines=\"light\"]')"
+    await bench.page.until(f"{lines}?.querySelector('.p50').textContent")
+
+    chart = await bench.page.js(f"{lines}.querySelector('svg').getBoundingClientRect().width")
+    end = await bench.page.js(f"{lines}.querySelector('.tpot .figures').getBoundingClientRect().right")
+    room = await bench.page.js("document.querySelector('#latency').getBoundingClientRect().right")
+    assert chart > 50
+    assert end < room
+
+
 NODES = """
 [...document.querySelectorAll("#flow-chart .node")]
   .map((one) => [...one.querySelectorAll("text")].map((text) => text.textContent).join(""))
