@@ -238,6 +238,14 @@ CASES = [
         LIGHT,
     ),
     Case("GatewayBackendAtKnee", {KNEE: "0.9x60"}, 50),
+    Case("GatewayBackendAtKnee", {KNEE: "0x10 1x15 0x60"}, 30),
+    Case(
+        "GatewayBackendAtKnee",
+        {KNEE: "1x12 0.75 1x12 0.75 1x12 0.75 1x12"},  # knee of 4: one slot is free for a moment
+        35,
+        "light-0 has been at its knee for half an hour",
+        LIGHT,
+    ),
     Case("GatewayBackendAtKnee", {KNEE: "1x60"}, 50, "light-0 has been at its knee for half an hour", LIGHT),
     Case("GatewayEstimateDrift", {DRIFTED: "0x60"}, 30),
     Case(
