@@ -38,6 +38,9 @@ LOOK_S = 1.0
 """Polling interval of the file. A choice: a change is applied once two polls agree, because editors take a
 while."""
 
+FILES_SHORT = (errno.EMFILE, errno.ENFILE)
+"""Errors of a process, or a system, without file descriptors left: they say nothing about the file."""
+
 UNREADABLE_LOOKS = 5
 """Failed polls in a row before a warning. A choice: until then, the file may be in the process of being
 replaced."""
@@ -161,8 +164,8 @@ class Reloader:
                     async with self._turn:
                         await self._replace(source, "file")
             except OSError as error:
-                in_vain += 1
-                if in_vain == UNREADABLE_LOOKS:
+                in_vain += error.errno not in FILES_SHORT
+                if in_vain == UNREADABLE_LOOKS and error.errno not in FILES_SHORT:
                     self._not_read(error, "file")
             else:
                 before, in_vain = source, 0

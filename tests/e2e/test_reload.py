@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -637,6 +638,41 @@ class LookedAt(type(Path())):  # type: ignore[misc]
         with anyio.fail_after(20):
             while self.looks < enough:
                 await anyio.lowlevel.checkpoint()
+
+
+async def test_a_watched_file_is_not_refused_while_no_file_can_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reload, "LOOK_S", 0.0)
+    path = unserved(tmp_path)
+    started, looked_at, results = load(path, {}), LookedAt(path), list[str]()
+
+    async def put_in_force() -> None:
+        pass
+
+    reloader = Reloader(
+        replace(started, path=looked_at),
+        {},
+        lambda _: put_in_force,
+        dict,
+        SystemClock(),
+        lambda found: results.append(found.error or "applied"),
+    )
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(reloader.watch)
+        await looked_at.again()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
+        try:
+            await looked_at.again()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+        await looked_at.again()
+        assert results == []
+        path.write_bytes(path.read_bytes() + b"routing: {attempts_max: 5}\n")
+        await looked_at.again()
+        assert results == ["applied"]
+        tasks.cancel_scope.cancel()
 
 
 async def test_each_state_of_a_watched_file_is_tried_and_told_of_once(
