@@ -19,13 +19,14 @@ RECORDS = [rule for rule in _ALL if "record" in rule]
 
 @dataclass(frozen=True)
 class Case:
-    """One alert, and what it says of these series (a value per minute) at which minute."""
+    """One alert, and what it says of these series (a value per minute, or `interval`) at which minute."""
 
     alert: str
     series: Mapping[str, str]
     at: float
     summary: str = ""  # "": it does not fire
     labels: Mapping[str, str] = field(default_factory=dict)
+    interval: str = "1m"  # between two values
 
 
 def requests(ending: str, per_minute: float, name: str = "short_chat") -> dict[str, str]:
@@ -131,6 +132,14 @@ CASES = [
         {"traffic_class": "short_chat"},
     ),
     Case("GatewayWaitsLong", {OLDEST: "80x20", LIMIT: "120x20"}, 10),
+    Case(
+        "GatewayWaitsLong",
+        {OLDEST: "10 9 4 10 10 10 5 10 10 10 10 7 9 9 9 4 9 9 9 9 9 9 6 9 9 9 9 9", LIMIT: "10x40"},
+        6.5,
+        "a request for m/docs has waited 9s",
+        {"model": "m", "traffic_class": "docs"},
+        interval="15s",
+    ),
     Case(
         "GatewayWaitsLong",
         {OLDEST: "110x20", LIMIT: "120x20"},
@@ -358,7 +367,7 @@ def unit_test(case: Case) -> dict[str, Any]:
     }
     return {
         "name": f"{case.alert} at {case.at:g}",
-        "interval": "1m",
+        "interval": case.interval,
         "input_series": [{"series": name, "values": values} for name, values in case.series.items()],
         "alert_rule_test": [
             {
