@@ -58,6 +58,7 @@ MOST = 'process_max_fds{job="gemma-gateway",instance="a"}'
 STATE = 'gateway_backend_state{instance="a",backend="light-0",state="%s"}'
 SERVED = 'gateway_class_served{instance="%s",model="m",traffic_class="%s"}'
 DRAINED = 'gateway_backend_drained{instance="a",backend="light-0"}'
+CONFIGURED = {DRAINED: "0x500"}
 ALONE = 'gateway_store_mode{instance="a",mode="alone"}'
 RELOADED = 'gateway_config_last_reload_successful{instance="a"}'
 CONFIG = 'gateway_config_info{job="gemma-gateway",instance="%s",version="%s"}'
@@ -205,57 +206,68 @@ CASES = [
         "light-0 does not answer or makes no progress",
         LIGHT,
     ),
+    Case("GatewayBackendEjected", {STATE % "ejected": "0x20 1x3", DRAINED: "0x23"}, 32),  # it is gone at 24
+    Case("GatewayBackendFlaps", {EJECTIONS: "0+1x30", DRAINED: "0x30"}, 40),
+    Case("GatewayBackendFlaps", {EJECTIONS: "0+1x60", DRAINED: "0x30 1x30"}, 40),
+    Case("GatewayBackendRestarts", {RESTARTS: "0x10 1x5 2x10", DRAINED: "0x25"}, 60),
     Case("GatewayBackendEjected", {STATE % "ejected": "1x40", DRAINED: "1x40"}, 35),
-    Case("GatewayBackendEjected", {STATE % "ejected": "0x20 1x3 0x10"}, 25),
+    Case("GatewayBackendEjected", {STATE % "ejected": "0x20 1x3 0x10", **CONFIGURED}, 25),
     Case(
         "GatewayBackendEjected",
-        {STATE % "ejected": "0x20 1x20"},
+        {STATE % "ejected": "0x20 1x20", **CONFIGURED},
         35,
         "light-0 was ejected for most of the last 10 minutes",
         LIGHT,
     ),
-    Case("GatewayBackendFlaps", {EJECTIONS: "0+0.1x60"}, 40),
-    Case("GatewayBackendFlaps", {EJECTIONS: "5x40 6x2 7x2 8x2 9x10"}, 50.5),
+    Case("GatewayBackendFlaps", {EJECTIONS: "0+0.1x60", **CONFIGURED}, 40),
+    Case("GatewayBackendFlaps", {EJECTIONS: "5x40 6x2 7x2 8x2 9x10", **CONFIGURED}, 50.5),
     Case(
         "GatewayBackendFlaps",
-        {EJECTIONS: "0x40 1x2 2x2 3x2 4x2 5x10"},
+        {EJECTIONS: "0x40 1x2 2x2 3x2 4x2 5x10", **CONFIGURED},
         55.5,
         "light-0 was ejected or hung 5 times in half an hour",
         LIGHT,
     ),
     Case(
         "GatewayBackendFlaps",
-        {EJECTIONS: "0+1x60"},
+        {EJECTIONS: "0+1x60", **CONFIGURED},
         40,
         "light-0 was ejected or hung 30 times in half an hour",
         LIGHT,
     ),
     Case(
         "GatewayBackendFlaps",
-        {HANGS: "0x40 1x2 2x2 3x10", EJECTIONS: "0x40 1x2 2x14"},
+        {HANGS: "0x40 1x2 2x2 3x10", EJECTIONS: "0x40 1x2 2x14", **CONFIGURED},
         55.5,
         "light-0 was ejected or hung 5 times in half an hour",
         LIGHT,
     ),
-    Case("GatewayBackendRestarts", {RESTARTS: "0x10 1x20"}, 25.5),
-    Case("GatewayBackendRestarts", {RESTARTS: "1x400 2x60"}, 420.5),
+    Case("GatewayBackendRestarts", {RESTARTS: "0x10 1x20", **CONFIGURED}, 25.5),
+    Case("GatewayBackendRestarts", {RESTARTS: "1x400 2x60", **CONFIGURED}, 420.5),
     Case(
         "GatewayBackendRestarts",
-        {RESTARTS: "0x10 1x5 2x10"},
+        {RESTARTS: "0x10 1x5 2x10", **CONFIGURED},
         25.5,
         "the engine of light-0 has restarted 2 times in 6 hours",
         LIGHT,
     ),
-    Case("GatewayBackendAtKnee", {KNEE: "0.9x60"}, 50),
-    Case("GatewayBackendAtKnee", {KNEE: "0x10 1x15 0x60"}, 30),
+    Case("GatewayBackendAtKnee", {KNEE: "0.9x60", **CONFIGURED}, 50),
+    Case("GatewayBackendAtKnee", {KNEE: "0x10 1x15 0x60", **CONFIGURED}, 30),
     Case(
         "GatewayBackendAtKnee",
-        {KNEE: "1x12 0.75 1x12 0.75 1x12 0.75 1x12"},  # knee of 4: one slot is free for a moment
+        # With a knee of 4, one slot is free for a moment.
+        {KNEE: "1x12 0.75 1x12 0.75 1x12 0.75 1x12", **CONFIGURED},
         35,
         "light-0 has been at its knee for half an hour",
         LIGHT,
     ),
-    Case("GatewayBackendAtKnee", {KNEE: "1x60"}, 50, "light-0 has been at its knee for half an hour", LIGHT),
+    Case(
+        "GatewayBackendAtKnee",
+        {KNEE: "1x60", **CONFIGURED},
+        50,
+        "light-0 has been at its knee for half an hour",
+        LIGHT,
+    ),
     Case("GatewayEstimateDrift", {DRIFTED: "0x60"}, 30),
     Case(
         "GatewayEstimateDrift",
