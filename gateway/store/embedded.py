@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -222,7 +222,7 @@ async def _running(
 ) -> AsyncIterator[tuple[Process, str]]:
     """Run a server for the duration of the block. Yields its watcher, and what it said at its start."""
     if is_temporary:
-        os.makedirs(folder, 0o700, exist_ok=True)  # whoever tidies /tmp may have removed it
+        _there(folder)
     socket_path(folder).unlink(missing_ok=True)
     # A watcher process in between notices the end of this process, even by SIGKILL, as EOF on its stdin.
     # Its own session keeps the terminal's Ctrl-C from both while requests are still finishing.
@@ -245,6 +245,18 @@ async def _running(
             if watcher.returncode is None:
                 watcher.kill()
             await watcher.aclose()
+
+
+def _there(folder: Path) -> None:
+    """Make a temporary folder again if it is gone: whoever tidies /tmp may have removed it.
+
+    Raises:
+        ConfigError: somebody else has made it.
+    """
+    with suppress(FileExistsError):
+        folder.mkdir(0o700)
+    if folder.lstat().st_uid != os.geteuid():
+        raise ConfigError(f"the folder {folder} for the embedded store's socket belongs to another user")
 
 
 async def _end_former(socket: Path) -> bool:

@@ -221,6 +221,15 @@ async def test_a_server_comes_back_though_its_temporary_folder_was_removed() -> 
     assert not socket.parent.exists()
 
 
+async def test_no_socket_is_made_in_a_temporary_folder_that_somebody_else_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        async with valkey_in(tmp_path, is_temporary=True):
+            pass
+
+
 async def is_made(file: Path) -> bool:
     return await anyio.Path(file).exists()
 
