@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,19 +17,11 @@ from typing import IO
 import httpx
 import openai
 import pytest
+from support.processes import children_of
 
 ROOT = Path(__file__).parents[2]
 DEMO = [sys.executable, "-m", "gateway", "demo", "--requests", "small", "--speed", "30"]
 GONE_S = 20.0
-
-
-def children_of(pid: int) -> list[int]:
-    """Return the child processes of a process."""
-    table = subprocess.run(
-        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
-    ).stdout
-    pairs = [line.split() for line in table.splitlines()]
-    return [int(child) for child, parent in pairs if int(parent) == pid]
 
 
 def is_gone(pid: int) -> bool:
@@ -60,7 +52,7 @@ class Serving:
 
     process: subprocess.Popen[str]
     said: str
-    children: Sequence[int]
+    children: Collection[int]
 
     def snippet(self, heading: str) -> str:
         """Return what it told to paste, under a heading."""
@@ -257,10 +249,9 @@ def test_a_process_that_dies_is_told_and_is_a_failure(role: str) -> None:
     assert process.stdout is not None
     read_until(process.stdout, "Documents")
     arguments = {
-        child: subprocess.run(["ps", "-o", "args=", "-p", str(child)], capture_output=True, text=True).stdout
-        for child in children_of(process.pid)
+        child: Path(f"/proc/{child}/cmdline").read_text().split("\0") for child in children_of(process.pid)
     }
-    os.kill(next(child for child, said in arguments.items() if f"child {role}" in said), signal.SIGKILL)
+    os.kill(next(child for child, said in arguments.items() if role in said), signal.SIGKILL)
     said = process.stdout.read()
     process.stdout.close()
     assert process.wait(timeout=GONE_S) == 1

@@ -72,13 +72,19 @@ def parent_of(pid: int) -> int:
     return int(_state(pid)[1])
 
 
-def descendants(pid: int) -> set[int]:
-    """Return every process that `pid` has started, and those that they have."""
+def children_of(pid: int) -> set[int]:
+    """Return the processes that `pid` has started."""
     children = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if parent_of(int(folder.name)) == pid:
                 children.add(int(folder.name))
+    return children
+
+
+def descendants(pid: int) -> set[int]:
+    """Return every process that `pid` has started, and those that they have."""
+    children = children_of(pid)
     return children.union(*(descendants(child) for child in children))
 
 
