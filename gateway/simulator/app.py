@@ -32,9 +32,9 @@ from gateway.simulator.options import Fault, FaultOrder, SimulatorOptions
 from gateway.simulator.reading import Members, read_json
 from gateway.simulator.refusals import Refusal
 from gateway.simulator.template import Rendered, raw
-from gateway.simulator.wire import DONE, ENGINE_DEAD, Identity, StreamWriter, whole
+from gateway.simulator.wire import DONE, Identity, StreamWriter, whole
 
-VERSION = "0.32.0"  # the vLLM version whose API is simulated
+VERSION = "0.33.0"  # the vLLM version whose API is simulated
 
 _INLINE_CHARS = 65_536
 """Longer prompts are tokenised in a thread. A choice: it takes some 2 ms."""
@@ -404,7 +404,7 @@ class _Generation:
             if answer.has_left:
                 return
             if answer.is_dead:
-                await exchange.write(ENGINE_DEAD)
+                await exchange.write(writer.broken())
                 await exchange.write(DONE, more=False)
                 return
             if self._fault is None:
@@ -445,7 +445,7 @@ class _Generation:
             if answer.has_left:
                 return
             if answer.is_dead:
-                raise refusals.internal(refusals.MESSAGE_DEAD)
+                raise refusals.engine_dead()
             await answer.news()
         if self._fault is not None and self._fault.fault is Fault.DIE_MID_STREAM:
             await exchange.connection.close(abort=True)

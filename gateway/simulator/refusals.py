@@ -7,7 +7,7 @@ MESSAGE_BUSY = (
     "The engine is currently busy and cannot accept new requests. "
     "Please try again later or on a different instance."
 )
-MESSAGE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+MESSAGE_DEAD = "The server had an error while processing your request."
 MESSAGE_DRAINING = "cannot schedule new futures after shutdown"
 
 
@@ -114,6 +114,11 @@ def busy() -> Refusal:
 def internal(message: str) -> Refusal:
     """Return a 500."""
     return error(500, "InternalServerError", message)
+
+
+def engine_dead() -> Refusal:
+    """Return the 500 of a server whose engine died."""
+    return internal(MESSAGE_DEAD)
 
 
 def detail(status: int, text: str) -> Refusal:

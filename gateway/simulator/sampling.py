@@ -1,6 +1,6 @@
 """Sampling parameters: which of them matter to the simulation, and what vLLM refuses in the others.
 
-The limits and the words are those of vLLM 0.32.0 (its SamplingParams and request models), compared with a
+The limits and the words are those of vLLM 0.33.0 (its SamplingParams and request models), compared with a
 real server.
 """
 

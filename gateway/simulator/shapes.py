@@ -1,6 +1,6 @@
 """The shapes that vLLM's request models demand of tools, response formats and parts of messages.
 
-As vLLM 0.32.0 has them, compared with a real server: status, type and param are its own. Where it lists what
+As vLLM 0.33.0 has them, compared with a real server: status, type and param are its own. Where it lists what
 each of several alternatives lacks, the message here names the first only.
 """
 

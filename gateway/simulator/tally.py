@@ -1,6 +1,6 @@
 """What the simulated server counts about itself, and its /metrics page.
 
-Names, labels, buckets and order are those of a vLLM 0.32 page, as far as anything reads them; the
+Names, labels, buckets and order are those of a vLLM 0.33 page, as far as anything reads them; the
 families about GPUs, caches it does not have and the Python process are left out. After them, under
 `simulator:`, stands what no vLLM tells and a benchmark wants to know.
 """
@@ -24,7 +24,7 @@ _REQUEST_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
     960.0, 1920.0, 7680.0,
 )  # fmt: skip
-"""Buckets of times: those of a vLLM 0.32 page."""
+"""Buckets of times: those of a vLLM 0.33 page."""
 
 _TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
 _PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)

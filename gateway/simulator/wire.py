@@ -1,6 +1,6 @@
 """vLLM's answers as bytes: the events of a stream, and the body of an answer in one piece.
 
-Members stand in the order and with the nulls that vLLM 0.32 writes. What all events of a stream share is
+Members stand in the order and with the nulls that vLLM 0.33 writes. What all events of a stream share is
 built once; per event only the text is escaped.
 """
 
@@ -13,19 +13,14 @@ from gateway.core.prefix_cache import BLOCK_TOKENS
 from gateway.core.value import valueclass
 from gateway.simulator.calls import Call, Delivery
 from gateway.simulator.host import Answer, Seat
-from gateway.simulator.refusals import MESSAGE_DEAD
+from gateway.simulator.refusals import engine_dead
 
 _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
+_NO_VERSIONS = ',"weight_versions":null'
+_NO_TRANSFER = ',"kv_transfer_params":null'
+
 DONE = b"data: [DONE]\n\n"
-# vLLM writes this one with spaces, unlike all other JSON on its wire.
-ENGINE_DEAD = (
-    b"data: "
-    + json.dumps(
-        {"error": {"message": MESSAGE_DEAD, "type": "InternalServerError", "param": None, "code": 500}}
-    ).encode()
-    + b"\n\n"
-)
 
 
 @valueclass(frozen=True, slots=True)
@@ -97,6 +92,13 @@ class StreamWriter:
                 seat.gained = sent.tokens
                 yield from self._write(index, seat, sent, True)
 
+    def broken(self) -> bytes:
+        """Return the event that says that the engine died."""
+        said = engine_dead().body
+        if not self._delivery.is_chat:  # with spaces, unlike all other JSON on vLLM's wire
+            said = json.dumps(json.loads(said)).encode()
+        return b"data: " + said + b"\n\n"
+
     def closing(self) -> Iterator[bytes]:
         """Yield the events after the last choice has ended."""
         if self._delivery.include_usage:
@@ -127,10 +129,12 @@ class StreamWriter:
         for number, delta in enumerate(deltas):
             is_last = ended and number == len(deltas) - 1
             reason = _finish(seat) if is_last else '"finish_reason":null'
+            versions = _NO_VERSIONS if is_last else ""
             ids = self._ids(seat, sent) if number == len(deltas) - 1 else self._no_ids()
             yield (
                 f'{self._head}{{"index":{index},"delta":{delta},"logprobs":null,{reason},'
-                f'"token_ids":{ids}}}]{self._running_usage(seat, seat.gained)}{self._signed(is_last)}}}\n\n'
+                f'"token_ids":{ids}{versions}}}]{self._running_usage(seat, seat.gained)}'
+                f"{self._signed(is_last)}{_NO_TRANSFER}}}\n\n"
             ).encode("utf-8", "replace")
 
     def _deltas(self, seat: Seat, start: int, end: int) -> Iterator[str]:
@@ -162,8 +166,8 @@ class StreamWriter:
         reason = _finish(seat) if ended else '"finish_reason":null,"stop_reason":null'
         yield (
             f'{self._head}{{"index":{index},"text":{text},"logprobs":null,{reason},'
-            f'"prompt_token_ids":{prompt_ids},"token_ids":{self._ids(seat, sent)}}}]'
-            f"{self._running_usage(seat, seat.gained)}{self._signed(ended)}}}\n\n"
+            f'"prompt_token_ids":{prompt_ids},"token_ids":{self._ids(seat, sent)}{_NO_VERSIONS}}}]'
+            f"{self._running_usage(seat, seat.gained)}{self._signed(ended)}{_NO_TRANSFER}}}\n\n"
         ).encode("utf-8", "replace")
 
     # -------------------------------------------------------------- both
@@ -281,6 +285,7 @@ def _chat_choice(call: Call, index: int, seat: Seat) -> dict[str, Any]:
         "stop_reason": seat.stop_reason,
         "token_ids": _ids_of(seat, delivery),
         "routed_experts": None,
+        "weight_versions": None,
     }
 
 
@@ -296,6 +301,7 @@ def _completion_choice(call: Call, index: int, seat: Seat) -> dict[str, Any]:
         "prompt_logprobs": None,
         "prompt_token_ids": prompt.ids() if call.delivery.with_ids else None,
         "routed_experts": None,
+        "weight_versions": None,
     }
 
 

@@ -36,7 +36,7 @@ async def test_models_names_the_window(client: httpx.AsyncClient) -> None:
 
 
 async def test_small_routes(client: httpx.AsyncClient) -> None:
-    assert (await client.get("/version")).json() == {"version": "0.32.0"}
+    assert (await client.get("/version")).json() == {"version": "0.33.0"}
     assert (await client.get("/load")).json() == {"server_load": 0}
     assert (await client.get("/health")).content == (await client.post("/ping")).content == b""
 

@@ -120,7 +120,7 @@ async def test_a_crash_raises_from_the_stream(server: Simulator, sdk: openai.Asy
         max_tokens=3_000,
         extra_body={"ignore_eos": True},
     )
-    with pytest.raises(openai.APIError, match="EngineCore encountered an issue"):
+    with pytest.raises(openai.APIError, match="The server had an error"):
         async for _ in stream:
             if server.faults.order is None:
                 server.order(FaultOrder(Fault.CRASH, for_s=1_000))

@@ -1,4 +1,4 @@
-"""What vLLM refuses for its shape or value, and its words for it: captured from vLLM 0.32.0."""
+"""What vLLM refuses for its shape or value, and its words for it: captured from vLLM 0.33.0."""
 
 from collections.abc import Callable
 from typing import Any

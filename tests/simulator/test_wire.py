@@ -1,4 +1,4 @@
-"""Answers on the wire: bodies and events. Samples are vLLM 0.32's, shortened."""
+"""Answers on the wire: bodies and events. Samples are vLLM 0.33's, shortened."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,8 @@ async def test_a_chat_answer_has_vllm_s_members_in_vllm_s_order(
         '{"id":"chatcmpl-ID","object":"chat.completion","created":0,"model":"gemma-4-31b-it","choices":'
         '[{"index":0,"message":{"role":"assistant","content":"Think of it as a","refusal":null,'
         '"annotations":null,"audio":null,"function_call":null,"reasoning":null},"logprobs":null,'
-        '"finish_reason":"length","stop_reason":null,"token_ids":null,"routed_experts":null}],'
+        '"finish_reason":"length","stop_reason":null,"token_ids":null,"routed_experts":null,'
+        '"weight_versions":null}],'
         '"service_tier":null,"system_fingerprint":"FP","usage":{"prompt_tokens":17,"total_tokens":22,'
         '"completion_tokens":5,"prompt_tokens_details":null,"completion_tokens_details":'
         '{"reasoning_tokens":0}},"prompt_logprobs":null,"prompt_token_ids":null,"prompt_text":null,'
@@ -38,7 +39,7 @@ async def test_a_completion_has_vllm_s_members_in_vllm_s_order(client: httpx.Asy
         '{"id":"cmpl-ID","object":"text_completion","created":0,"model":"gemma-4-31b-it","choices":'
         '[{"index":0,"text":"Let me walk through it","logprobs":null,"finish_reason":"length",'
         '"stop_reason":null,"token_ids":null,"prompt_logprobs":null,"prompt_token_ids":null,'
-        '"routed_experts":null}],"service_tier":null,"system_fingerprint":"FP","usage":{"prompt_tokens":5,'
+        '"routed_experts":null,"weight_versions":null}],"service_tier":null,"system_fingerprint":"FP","usage":{"prompt_tokens":5,'
         '"total_tokens":10,"completion_tokens":5,"prompt_tokens_details":null,'
         '"completion_tokens_details":null},"kv_transfer_params":null,"ec_transfer_params":null,'
         '"metrics":null}'
@@ -59,7 +60,7 @@ async def test_a_stream_opens_with_the_role_and_closes_with_fingerprint_and_done
         f'{head}{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}],'
         '"prompt_token_ids":null,"prompt_text":null}\n\n'
         f'{head}{{"content":"Think"}},"logprobs":null,"finish_reason":"length","stop_reason":null,'
-        '"token_ids":null}],"system_fingerprint":"FP"}\n\n'
+        '"token_ids":null,"weight_versions":null}],"system_fingerprint":"FP","kv_transfer_params":null}\n\n'
         "data: [DONE]\n\n"
     )
 
@@ -72,7 +73,7 @@ async def test_the_usage_event_takes_the_fingerprint(
 
     assert [list(event)[4:] for event in found[:-1]] == [
         ["choices", "prompt_token_ids", "prompt_text"],
-        *[["choices"]] * (len(found) - 3),
+        *[["choices", "kv_transfer_params"]] * (len(found) - 3),
         ["choices", "usage", "system_fingerprint"],
     ]
     assert found[-2]["choices"] == []
@@ -103,6 +104,7 @@ async def test_a_completion_stream_has_no_role_event(client: httpx.AsyncClient, 
 
     assert list(choices[0]) == [
         "index", "text", "logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids",
+        "weight_versions",
     ]  # fmt: skip
     assert [choice["prompt_token_ids"] for choice in choices] == [[2, 818, 8178]] + [None] * (
         len(choices) - 1

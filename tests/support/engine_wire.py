@@ -19,7 +19,7 @@ def masked(body: str) -> str:
     body = re.sub(r'"id":"(chatcmpl|cmpl|modelperm)-[0-9a-f]{16}"', r'"id":"\1-ID"', body)
     body = re.sub(r'"(chatcmpl-tool)-[0-9a-f]{16}"', r'"\1-ID"', body)
     body = re.sub(r'"created":\d{10}', '"created":0', body)
-    return re.sub(r'"vllm-0.32.0-[0-9a-f]{8}"', '"FP"', body)
+    return re.sub(r'"vllm-0.33.0-[0-9a-f]{8}"', '"FP"', body)
 
 
 async def post(client: httpx.AsyncClient, body: object, path: str = "/v1/chat/completions") -> httpx.Response:
