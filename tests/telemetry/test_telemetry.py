@@ -582,7 +582,12 @@ def test_a_request_is_one_json_line() -> None:
     assert fields["backend"] == "light-0"
     assert fields["key"] == "team-a"
     assert (fields["estimate"], fields["prompt_tokens"], fields["output_tokens"]) == (100, 110, 21)
-    assert (fields["first_token_s"], fields["total_s"]) == (0.5, 2.5)
+    assert (fields["queue_s"], fields["first_token_s"], fields["total_s"]) == (0.2, 0.5, 2.5)
+
+
+@pytest.mark.parametrize("admitted_at", [10.001, 10.0105, None], ids=["at once", "from a store", "never"])
+def test_a_request_that_did_not_wait_for_its_slot_says_nothing_of_it(admitted_at: float | None) -> None:
+    assert "queue_s" not in logs.request_fields(replace(RECORD, admitted_at=admitted_at))
 
 
 @pytest.mark.usefixtures("_logging_as_it_was")
@@ -640,7 +645,9 @@ def test_a_requests_log_record_is_one_as_any_other(caplog: pytest.LogCaptureFixt
 
     shed, served, plain = caplog.records
     assert (shed.levelno, shed.levelname, served.levelname) == (logging.WARNING, "WARNING", "INFO")
-    assert served.message == "200 short_chat -> light-0, 100 tokens, first token 0.50 s, 2.50 s, completed"
+    assert served.message == (
+        "200 short_chat -> light-0, 100 tokens, waited 0.20 s, first token 0.50 s, 2.50 s, completed"
+    )
     assert served.fields["backend"] == "light-0"  # type: ignore[attr-defined]
     assert vars(served).keys() == vars(plain).keys()
     for name in ("name", "process", "thread", "exc_info", "args"):
@@ -672,7 +679,7 @@ def test_levels_mean_something(ending: str, level: str) -> None:
 
     (line,) = out.getvalue().splitlines()
     assert f" {level} " in line
-    assert "short_chat -> light-0, 100 tokens, first token 0.50 s, 2.50 s" in line
+    assert "short_chat -> light-0, 100 tokens, waited 0.20 s, first token 0.50 s, 2.50 s" in line
 
 
 @pytest.mark.usefixtures("_logging_as_it_was")
