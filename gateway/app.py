@@ -194,6 +194,7 @@ class Gateway:
             objections=self.boxes.objections,
             cohort=cohort,
         )
+        self._listeners: dict[str, Listener] = {}
         self._register_gauges(line, watch)
         digests = settings.key_digests(environ) or {}
         self.keys = KeyRing(digests)
@@ -285,6 +286,7 @@ class Gateway:
             wants=lambda: line.wants(self.policy.backends),
             boxes=self.boxes.snapshots,
             objections=self.boxes.objections,
+            connections=lambda: {name: one.connections() for name, one in self._listeners.items()},
             dropped_lines=logs.dropped_lines,
             replicas=lambda: self._store.replicas if self._store else 1,
             store_modes=lambda: self._store.modes() if self._store else {},
@@ -494,13 +496,13 @@ class Gateway:
         Raises:
             ConfigError: an address cannot be bound.
         """
-        self._listeners = []
+        self._listeners.clear()
         if not self.settings.is_job_worker:
             listen = listen or bind(*self.settings.listen)
-            self._listeners.append(Listener(self.applications.asgi_app(), listen, self.chats))
+            self._listeners["applications"] = Listener(self.applications.asgi_app(), listen, self.chats)
         admin = None if self.settings.admin is None else bind(*self.settings.admin)
         if admin is not None:
-            self._listeners.append(Listener(self.operators.asgi_app(), admin))
+            self._listeners["operators"] = Listener(self.operators.asgi_app(), admin)
         running = Running(
             "" if listen is None else url_of(listen), None if admin is None else url_of(admin), self
         )
@@ -512,7 +514,7 @@ class Gateway:
                 tasks.start_soon(self.reloader.watch)
             if self.decisions is not None:
                 self.decisions.start()
-            for listener in self._listeners:
+            for listener in self._listeners.values():
                 tasks.start_soon(listener.run_until_stopped)
                 await listener.wait_started()
             try:
@@ -549,15 +551,15 @@ class Gateway:
                 self.jobs.stop_in(jobs)
             await anyio.lowlevel.checkpoint()  # they return jobs, which is no failure, before the room closes
             await self.console.stop()
-            for listener in self._listeners:
+            for listener in self._listeners.values():
                 listener.close()  # or callers who are told, and connect again, would meet the cut here
             self.applications.end()
             with anyio.move_on_after(TOLD_S):
                 await self.applications.serving.drain()
-            for listener in self._listeners:
+            for listener in self._listeners.values():
                 listener.cut()
             with anyio.move_on_after(STOP_S):
-                for listener in self._listeners:
+                for listener in self._listeners.values():
                     await listener.wait_ended()
         if self.jobs is not None:
             self.jobs.revocations.give_up()

@@ -89,6 +89,7 @@ def all_metrics() -> CollectorRegistry:
         "boxes",
         "served",
         "objections",
+        "connections",
         "store_modes",
     )
     metrics = Metrics()

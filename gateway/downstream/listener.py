@@ -80,6 +80,10 @@ class Listener(uvicorn.Server):
         self._cut = anyio.Event()
         self._ended = anyio.Event()
 
+    def connections(self) -> tuple[int, int]:
+        """Return how many connections it has, and how many it may have."""
+        return len(self.server_state.connections), guard.CONNECTIONS_MAX
+
     async def run_until_stopped(self) -> None:
         """Serve until `cut`."""
         try:
@@ -128,7 +132,7 @@ class Listener(uvicorn.Server):
             if tcp.is_gone(connection.transport):
                 connection.transport.abort()
             connection.limit_closing()
-        self._note_connections(len(self.server_state.connections), guard.CONNECTIONS_MAX)
+        self._note_connections(*self.connections())
         return await super().on_tick(counter)
 
     def _note_connections(self, count: int, limit: int) -> None:

@@ -39,6 +39,7 @@ def register(
     wants: Callable[[], Mapping[str, Backlog]],
     boxes: Callable[[], Mapping[str, BoxSnapshot]],
     objections: Callable[[], Mapping[str, Objection]],
+    connections: Callable[[], Mapping[str, tuple[int, int]]],
     dropped_lines: Callable[[], int],
 ) -> None:
     """Read gauges from these callables when scraped: per backend id; queues per (model, class).
@@ -46,6 +47,7 @@ def register(
     `objections` returns why the box of a backend keeps it from serving.
     `served` returns whether a class has a backend that is up, or that its box can bring in. `store_modes`
     returns, per way of counting slots, whether it is in force; empty without a store.
+    `connections` returns how many each listener has, and may have.
     `dropped_lines` returns the number of dropped log lines.
     """
     registry.register(
@@ -56,6 +58,7 @@ def register(
     registry.register(AtScrape(lambda: _classes(served())))
     registry.register(AtScrape(lambda: _boxes(boxes())))
     registry.register(AtScrape(lambda: _store(replicas(), store_modes())))
+    registry.register(AtScrape(lambda: _connections(connections())))
     registry.register(AtScrape(lambda: _log(dropped_lines())))
 
 
@@ -289,6 +292,22 @@ def _store(replicas: int, store_modes: Mapping[str, bool]) -> Iterator[Metric]:
     for mode, is_in_force in store_modes.items():
         modes.add_metric([mode], float(is_in_force))
     yield modes
+
+
+def _connections(connections: Mapping[str, tuple[int, int]]) -> Iterator[Metric]:
+    """Yield the gauges of the connections to this process."""
+    opened = GaugeMetricFamily(
+        "gateway_connections",
+        "Connections that a listener of this process has, idle ones included.",
+        labels=["listener"],
+    )
+    limit = GaugeMetricFamily(
+        "gateway_connections_max", "Connections that a listener may have.", labels=["listener"]
+    )
+    for name, (count, most) in connections.items():
+        opened.add_metric([name], count)
+        limit.add_metric([name], most)
+    yield from (opened, limit)
 
 
 def _log(dropped_lines: int) -> Iterator[Metric]:

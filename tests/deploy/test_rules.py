@@ -55,6 +55,8 @@ STARTED = f"process_start_time_seconds{{{TARGET}}}"
 UP = 'up{job="gemma-gateway",instance="a"}'
 OPEN = 'process_open_fds{job="gemma-gateway",instance="a"}'
 MOST = 'process_max_fds{job="gemma-gateway",instance="a"}'
+CONNECTIONS = 'gateway_connections{instance="a",listener="applications"}'
+CONNECTIONS_MAX = 'gateway_connections_max{instance="a",listener="applications"}'
 STATE = 'gateway_backend_state{instance="a",backend="light-0",state="%s"}'
 SERVED = 'gateway_class_served{instance="%s",model="m",traffic_class="%s"}'
 DRAINED = 'gateway_backend_drained{instance="a",backend="light-0"}'
@@ -157,6 +159,14 @@ CASES = [
         5,
         "a has 950 files open, nearly all that it may",
         {"job": "gemma-gateway", "instance": "a"},
+    ),
+    Case("GatewayConnectionsShort", {CONNECTIONS: "7372x9", CONNECTIONS_MAX: "8192x9"}, 5),
+    Case(
+        "GatewayConnectionsShort",
+        {CONNECTIONS: "7373x9", CONNECTIONS_MAX: "8192x9"},
+        5,
+        "a has 7373 connections to a port, nearly all that it may",
+        {"instance": "a", "listener": "applications"},
     ),
     Case(
         "GatewayEventLoopLate",

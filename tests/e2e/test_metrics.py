@@ -93,6 +93,7 @@ def sources(running: Site) -> dict[str, frozenset[str]]:
         "endpoint": frozenset(document.webhooks),
         "ending": frozenset(Ending),
         "lane": frozenset(lanes),
+        "listener": frozenset({"applications", "operators"}),
         "mode": frozenset(Mode),
         "model": frozenset(model.id for model in policy.models),
         "outcome": frozenset(

@@ -91,7 +91,7 @@ ATTEMPT = AttemptRecord(
 def metrics(**fields: object) -> Metrics:
     nothing = (
         *("loads", "statuses", "drifts", "count_drifts", "snapshots", "waiting", "store_modes"),
-        *("oldest_waits_s", "wait_limits_s", "wants", "boxes", "served", "objections"),
+        *("oldest_waits_s", "wait_limits_s", "wants", "boxes", "served", "objections", "connections"),
     )
     sources = {"backends": lambda: BACKENDS, "replicas": lambda: 1, "dropped_lines": int}
     subject = Metrics()
@@ -335,8 +335,11 @@ def test_gauges_of_engines_and_knees() -> None:
             "light-0": snapshot,
             "push": replace(snapshot, tpot_target_s=None, knees={KneeStep(None, 8): unknown}),
         },
+        connections=lambda: {"applications": (12, 8_192)},
         dropped_lines=lambda: 5,
     )
+
+    assert shown(subject, "gateway_connections") == {" applications": 12, "_max applications": 8_192}
 
     assert shown(subject, "gateway_backend_") == {
         "usable light-0": 1,
