@@ -208,7 +208,7 @@ async def test_no_label_is_what_a_caller_chose(tmp_path: Path) -> None:
 RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "gemma-gateway.json").read_text())
 ELSEWHERE = {
-    "Ejections and restarts, last hour": "nothing has failed",
+    "Ejections, hangs and restarts, last hour": "nothing has failed",
     "Where the knee seems to be": "takes minutes of traffic",
     "Drift of the estimate": "takes a number of answers",
     "Backends passed over, by reason": "nothing was full",
