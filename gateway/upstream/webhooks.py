@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 from anyio.abc import TaskGroup
+from anyio.lowlevel import checkpoint_if_cancelled
 
 from gateway.core.errors import StoreUnavailable
 from gateway.core.webhooks import Delivery, WebhookAttempt, WebhookEndpoint, WebhookOutcome
@@ -106,6 +107,7 @@ class Webhooks:
             known = await self._store.announce_endpoints(self._endpoints.values())
             self._said_at = anyio.current_time()
         for event in events:
+            await checkpoint_if_cancelled()  # commands of the store cannot be cancelled
             subscribers = [endpoint for endpoint in known if endpoint.hears(event)]
             for endpoint in await self._store.create_deliveries(event, subscribers):
                 lost = Delivery(event.id, endpoint.name, 0, 0, event.body)

@@ -6,7 +6,7 @@ import secrets
 import signal
 import sys
 from base64 import b64encode
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,13 @@ from support.site import simulated, site
 from support.webhook_store import Announcing
 
 from gateway.clock import SystemClock
-from gateway.core.webhooks import WebhookAttempt, WebhookEndpoint, WebhookOutcome, read_secret
+from gateway.core.webhooks import (
+    WebhookAttempt,
+    WebhookEndpoint,
+    WebhookEvent,
+    WebhookOutcome,
+    read_secret,
+)
 from gateway.upstream import webhook_calls
 from gateway.upstream.webhook_calls import WebhookCaller
 from gateway.upstream.webhooks import ATTEMPTS_MAX, EVENTS_AT_ONCE, Webhooks
@@ -409,6 +415,34 @@ async def test_what_is_answered_just_after_the_end_is_not_delivered_again(
         may_answer.set()
     assert process.outcomes() == [WebhookOutcome.DELIVERED] * ATTEMPTS_MAX
     assert await world.waiting("ops") == {}
+
+
+async def test_an_end_does_not_wait_for_all_that_is_to_be_told_of(world: World) -> None:
+    scope = anyio.CancelScope()
+
+    class Ending(Announcing):
+        """The process is stopped while this turns the first event into deliveries."""
+
+        async def create_deliveries(
+            self, event: WebhookEvent, endpoints: Iterable[WebhookEndpoint]
+        ) -> Sequence[WebhookEndpoint]:
+            scope.cancel()
+            return await super().create_deliveries(event, endpoints)
+
+    store = Announcing(world.url, command_s=10.0)
+    await store.events(1)
+    for number in range(EVENTS_AT_ONCE):
+        await store.announce("response.completed", f"resp_{number}", None)
+    ending, caller = Ending(world.url, command_s=10.0), WebhookCaller(SystemClock())
+    ops = endpoint("ops", "http://127.0.0.1:1/")
+    with scope:
+        await Webhooks([ops], ending, caller, on_attempt=ignore, on_pending=ignore).run()
+    assert len(await store.events(EVENTS_AT_ONCE)) == EVENTS_AT_ONCE - 1
+    await store.aclose()
+
+
+def ignore(_: object) -> None:
+    pass
 
 
 async def test_a_result_that_the_store_does_not_take_is_written_later(
