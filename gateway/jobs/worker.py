@@ -17,7 +17,7 @@ failures, when it has `attempts_max` of them.
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -159,6 +159,7 @@ class Worker:
         self._reads = anyio.Semaphore(READS_AT_ONCE)
         self._foreign: frozenset[str] = frozenset()  # lanes of models that are not served here
         self._claims: dict[str, _Claim] = {}
+        self._is_unanswered = False  # whether the last claim may have got a job that is not among these
         self._room = anyio.Event()
         self._idle = anyio.Event()
         self._unawaited = anyio.Event()
@@ -188,6 +189,9 @@ class Worker:
                         if job is not None:
                             self._start(job, tasks)
         finally:
+            if self._is_unanswered:
+                with anyio.move_on_after(FINISH_S, shield=True):
+                    await self._return_unheard()
             self._ended.set()
 
     async def stop(self) -> None:
@@ -219,6 +223,8 @@ class Worker:
         """Return the next job; None after a while without one."""
         self._room = anyio.Event()  # before the look, so that no room is missed that comes during it
         is_leaving = self.is_draining and not self._is_needed()
+        if is_leaving and self._is_unanswered:
+            await self._return_unheard()
         if is_leaving:
             for claim in self._claims.values():
                 if not claim.has_begun:
@@ -237,13 +243,28 @@ class Worker:
             own = filter(self._can_run_lane, self._own_lanes(queue.lanes, serving))
             ahead = Counter(claim.job.new.lane for claim in self._claims.values() if not claim.is_admitted)
             open_lanes = [name for name in own if ahead[name] < self._rules.ahead_max]
-            job = await self._store.claim(self._name, open_lanes, self._rules.attempts_max, serving.config)
+            job = await self._claimed(open_lanes, serving)
             if job is None:
                 await self._changed()
             return job
         except StoreUnavailable:
             await anyio.sleep(self._rules.look_s)
             return None
+
+    async def _claimed(self, lanes: Collection[str], serving: Serving) -> Job | None:
+        self._is_unanswered = True
+        job = await self._store.claim(self._name, lanes, self._rules.attempts_max, serving.config)
+        self._is_unanswered = False
+        return job
+
+    async def _return_unheard(self) -> None:
+        """Return the job that the last claim may have got although its reply was lost."""
+        serving = self._serves()
+        with suppress(StoreUnavailable):  # its claim will be lost, which counts as a failure
+            job = await self._claimed((), serving)
+            if job is not None:
+                claim = _Claim(job, anyio.current_time(), serving.config)
+                await self._give_back(claim, after_s=0.0, failed=False)
 
     def _own_lanes(self, lanes: Iterable[Lane], serving: Serving) -> list[str]:
         """Return the lanes whose model is served here. Others are logged, once each."""

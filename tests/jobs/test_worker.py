@@ -678,6 +678,43 @@ async def test_a_worker_that_drains_finishes_what_has_begun_and_gives_back_the_r
     assert outcomes == {"a": AttemptOutcome.ENDED, "b": returned, "c": returned}
 
 
+@pytest.mark.parametrize("how", ["drained", "stopped"])
+async def test_a_worker_that_ends_returns_a_job_of_which_it_has_not_heard(world: JobWorld, how: str) -> None:
+    is_claimed, ends = anyio.Event(), list[AttemptOutcome]()
+
+    class Deaf(RedisJobs):
+        """Does not hear which job it got, and is not asked again before the worker is to end."""
+
+        async def claim(self, worker: str, *args: Any) -> Job | None:
+            job = await super().claim(worker, *args)
+            if job is not None and not is_claimed.is_set():
+                self._tokens[worker] = job.claim
+                is_claimed.set()
+                if how == "stopped":
+                    life.cancel_scope.cancel()
+                raise StoreUnavailable("Its reply is lost.")
+            return job
+
+    store = Deaf(world.url, prefix=world.prefix, command_s=10.0)
+    backend = Backend(Held(0))
+    worker = Worker(
+        *(store, "w", read, backend.run, RULES, serves, tokens_of),
+        on_attempt=lambda end: ends.append(end.outcome),
+    )
+    await submit(store, "a")
+    async with anyio.create_task_group() as life:
+        life.start_soon(worker.run)
+        await is_claimed.wait()
+        worker.drain()
+        with anyio.fail_after(WITHIN_S):
+            await worker.wait_idle()
+        life.cancel_scope.cancel()
+    job = await store.get("a")
+    await store.aclose()
+    assert job is not None and (job.status, job.attempt, job.failures) == (JobStatus.QUEUED, 1, 0)
+    assert ends == [AttemptOutcome.RETURNED]
+
+
 async def test_a_worker_that_drains_takes_jobs_as_long_as_callers_wait_for_them(world: JobWorld) -> None:
     rules, needs = replace(RULES, look_s=1000.0), True  # it is woken
     store, held = world.open(), Held(3)
