@@ -36,6 +36,12 @@ STOP_S = 5.0
 """How long a server may take to stop. A choice, longer than `embedded_watch.STOP_S`, after which its watcher
 kills it."""
 
+SOCKET_LOOK_S = 2.0
+"""How often it is checked that a server's socket is still there. A choice: it costs one system call."""
+
+SOCKET_LOOKS = 2
+"""A socket is gone that was missing so many times in a row. A choice: a server that ends removes it first."""
+
 SOCKET_PATH_MAX = 100
 """Maximum bytes of a socket's path: the systems' limits are 104 to 108 (`sun_path`)."""
 
@@ -144,7 +150,29 @@ class EmbeddedValkey:
         """Wait until it has exited by itself, and return its exit status and last warnings as a text.
 
         After signal N, the status is 128 + N, and no warnings are included.
+
+        Also return if its socket was removed, as by whoever tidies /tmp: nobody can connect to it any more.
         """
+        reason = "has lost its socket: the file was removed"
+
+        async def wait() -> None:
+            nonlocal reason
+            reason = await self._exited()
+            tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            missing = 0
+            while missing < SOCKET_LOOKS:
+                await anyio.sleep(SOCKET_LOOK_S)
+                missing = 0 if self._has_socket() else missing + 1
+            tasks.cancel_scope.cancel()
+        return reason
+
+    def _has_socket(self) -> bool:
+        return os.path.exists(self.url.removeprefix("unix://"))
+
+    async def _exited(self) -> str:
         said = ""
         assert self._watcher.stdout is not None
         async for text in TextReceiveStream(self._watcher.stdout, errors="replace"):

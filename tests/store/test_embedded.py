@@ -143,6 +143,7 @@ async def test_a_server_that_cannot_be_run_says_why_and_nothing_else(
 
 
 ENDING = b"""#!/bin/sh
+touch "${0%/*}/valkey.sock"
 echo '7:M 1 Jan 2026 01:02:03.456 * Ready to accept connections unix'
 head -c 300000 /dev/zero | tr '\\0' '\\n'
 echo '7:M 1 Jan 2026 01:02:03.456 # Something else'
@@ -219,6 +220,30 @@ async def test_a_server_comes_back_though_its_temporary_folder_was_removed() -> 
         assert socket.parent.stat().st_mode & 0o077 == 0
         tasks.cancel_scope.cancel()
     assert not socket.parent.exists()
+
+
+@pytest.mark.parametrize("is_temporary", [True, False])
+async def test_a_server_whose_socket_was_removed_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_temporary: bool
+) -> None:
+    monkeypatch.setattr(embedded, "SOCKET_LOOK_S", 0.01)
+    async with anyio.create_task_group() as tasks:
+        url = await tasks.start(keep_store, None if is_temporary else tmp_path)
+        socket, former = Path(url.removeprefix("unix://")), await server_pid(url)
+        if is_temporary:
+            shutil.rmtree(socket.parent)
+        else:
+            redis = Redis.from_url(url)
+            await redis.set("a", "b")
+            await redis.aclose()
+            await anyio.Path(socket).unlink()
+        await wait_gone(former)
+        await until(lambda: is_made(socket))
+        if not is_temporary:
+            redis = Redis.from_url(url)
+            assert await redis.get("a") == b"b"
+            await redis.aclose()
+        tasks.cancel_scope.cancel()
 
 
 async def test_no_socket_is_made_in_a_temporary_folder_that_somebody_else_has_made(
