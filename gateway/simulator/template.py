@@ -134,14 +134,16 @@ def render(
         parts += [_mark("<turn|>"), "\n"]
     asked = max((at for at, message in enumerate(rest) if message.get("role") == "user"), default=-1)
     is_open = False  # a model turn that goes on: its tool's answer is part of it
+    before = ""  # the role of the last message that is not a tool's
     for index, message in enumerate(rest):
         if message.get("role") == "tool":
             parts += _tool_response(message, image_tokens)
             is_open = True
             continue
         role = "model" if message.get("role") == "assistant" else str(message.get("role"))
-        if not (is_open and role == "model"):
+        if not (role == "model" and (is_open or before == "model")):  # consecutive ones share a turn
             parts += [_mark("<|turn>"), role, "\n"]
+        before = role
         if index > asked:
             parts += _thought(message)
         parts += _tool_calls(message)

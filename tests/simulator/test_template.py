@@ -19,6 +19,12 @@ PROMPTS = [
     pytest.param([HI], {"thinking": True}, 1 + 5 + 2 + 5 + 1 + 3, id="thinking-on-adds-a-system-turn"),
     pytest.param([{"role": "system", "content": "hi"}, HI], {}, 1 + 6 + 6 + 7, id="system"),
     pytest.param([HI, {"role": "assistant", "content": " hi\n"}, HI], {}, 1 + 18 + 7, id="text-is-stripped"),
+    pytest.param(
+        [HI, {"role": "assistant", "content": "hi"}, {"role": "assistant", "content": "hi"}, HI],
+        {},
+        1 + 6 + 6 + 3 + 6 + 7,
+        id="a-second-answer-in-a-row-opens-no-turn",
+    ),
     pytest.param([HI], {"tools": [TOOL]}, 1 + 5 + DECLARATION + 6 + 7, id="tools"),
     pytest.param([{"role": "user", "content": [TEXT, IMAGE]}], {}, 14 + 282, id="image"),
     pytest.param(
