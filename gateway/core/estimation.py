@@ -202,7 +202,7 @@ def _piece(turn: Turn) -> Piece:
 def _content(turn: Turn) -> str:
     """Return a turn's text as the template renders it: parts stripped, old thoughts of the model dropped."""
     if turn.role == "assistant":
-        return "".join([_without_thoughts(text) for text in turn.texts])
+        return "".join([without_thoughts(text) for text in turn.texts])
     if len(turn.texts) == 1:
         return turn.texts[0].strip()
     return _joint(turn).join(text.strip() for text in turn.texts)
@@ -233,7 +233,8 @@ def _around(turn: Turn, long: LongText) -> LongText:
     return LongText(size_bytes, hash((before, long.key, after)), pieces)
 
 
-def _without_thoughts(text: str) -> str:
+def without_thoughts(text: str) -> str:
+    """Return a text of the model as the template renders it: stripped, without earlier reasoning."""
     if _THOUGHT_OPENS not in text and _THOUGHT_CLOSES not in text:
         return text.strip()
     kept = []

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from gateway.core.estimation import without_thoughts
 from gateway.core.prefix_cache import BLOCK_TOKENS
 from gateway.core.value import valueclass
 from gateway.simulator import pieces
@@ -174,16 +175,17 @@ def _mark(name: str, times: int = 1) -> Token:
 
 def _content(message: Mapping[str, Any], image_tokens: int) -> Iterator[Part]:
     content = message.get("content")
+    rendered = without_thoughts if message.get("role") == "assistant" else str.strip
     if isinstance(content, str):
-        yield content.strip()
+        yield rendered(content)
         return
     for part in content or ():
         if isinstance(part, str):
-            yield part.strip()
+            yield rendered(part)
             continue
         match part.get("type"):
             case "text" | "input_text" | "output_text" | "refusal":
-                yield str(part.get("text") or part.get("refusal") or "").strip()
+                yield rendered(str(part.get("text") or part.get("refusal") or ""))
             case "image_url" | "image" | "input_image" | "image_pil":
                 yield from (_mark("<|image>"), _mark("<|image_token|>", image_tokens), _mark("<image|>"))
             case "input_audio" | "audio_url" | "audio":

@@ -25,6 +25,12 @@ PROMPTS = [
         1 + 6 + 6 + 3 + 6 + 7,
         id="a-second-answer-in-a-row-opens-no-turn",
     ),
+    pytest.param(
+        [HI, {"role": "assistant", "content": "<|channel>thought\nso\n<channel|>hi"}, HI],
+        {},
+        1 + 18 + 7,
+        id="earlier-reasoning-is-dropped",
+    ),
     pytest.param([HI], {"tools": [TOOL]}, 1 + 5 + DECLARATION + 6 + 7, id="tools"),
     pytest.param([{"role": "user", "content": [TEXT, IMAGE]}], {}, 14 + 282, id="image"),
     pytest.param(
