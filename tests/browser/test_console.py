@@ -518,7 +518,9 @@ async def test_jobs_are_shown_if_the_gateway_that_answers_has_them(tmp_path: Pat
 
 
 async def test_flow_and_latency_are_drawn_from_what_has_ended(bench: Bench) -> None:
+    """Where several models are used, each class has its model before it."""
     await bench.chat()
+    await bench.chat("patient", max_tokens=1)
     await bench.page.go(f"{bench.site.admin_url}/")
 
     label = await bench.page.until("document.querySelector('#flow-chart svg')?.getAttribute('aria-label')")
