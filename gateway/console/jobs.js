@@ -6,6 +6,8 @@ const LOOK_MS = 3000;
 const AGAIN = new Set(["failed", "cancelled"]);
 const OPEN = new Set(["queued", "in_progress"]);
 let timer = 0;
+let begun = 0; // looks
+let newest = 0; // of those that were answered: an older answer that comes after it is of no use
 let unanswered = ""; // what was said of the last look, if it failed
 
 /** Follows the jobs of the gateway that answers now: the one before it may have had none, or some. */
@@ -16,10 +18,11 @@ export async function followJobs() {
 }
 
 async function look() {
-  let view;
-  try {
-    view = await ask("admin/jobs?limit=30");
-  } catch (error) {
+  const turn = (begun += 1);
+  const [view, error] = await ask("admin/jobs?limit=30").then((found) => [found, null], (problem) => [null, problem]);
+  if (turn < newest) return;
+  newest = turn;
+  if (error) {
     const hasNone = error.status === 404;
     if (hasNone) clearInterval(timer);
     if (error.status) unveil(!hasNone);

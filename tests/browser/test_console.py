@@ -365,7 +365,8 @@ async def test_a_policy_that_cannot_be_used_is_answered_with_its_line(
 
 async def test_a_job_is_cancelled_and_tried_again(bench: Bench) -> None:
     client = bench.site.openai(api_key="web")
-    job = await client.responses.create(model="patient", input="x", background=True, max_output_tokens=5000)
+    options: Any = {"model": "patient", "input": LONG, "background": True, "max_output_tokens": 5000}
+    job = await client.responses.create(**options)
     row = f'[data-job="{job.id}"]'
     await bench.page.until(f"document.querySelector('{row}')?.dataset.status === 'in_progress'")
 
@@ -378,6 +379,39 @@ async def test_a_job_is_cancelled_and_tried_again(bench: Bench) -> None:
     await bench.page.until(f"document.querySelector('{row}').dataset.status === 'in_progress'")
     await bench.page.click(f'{row} [data-action="cancel"]')
     await bench.page.until(f"document.querySelector('{row}').dataset.status === 'cancelled'")
+
+
+async def test_a_late_answer_does_not_put_an_old_state_back(bench: Bench) -> None:
+    """Somebody who is told that a job runs, and clicks, would do something else than the button says."""
+    client, page = bench.site.openai(api_key="web"), bench.page
+    options: Any = {"model": "patient", "input": LONG, "background": True, "max_output_tokens": 5000}
+    job = await client.responses.create(**options)
+    await page.until(f"{row_of(job.id)}?.dataset.status === 'in_progress'")
+    await page.js(ONE_LATE)
+    await page.until("globalThis.isHeld")
+
+    await page.click(f'[data-job="{job.id}"] [data-action="cancel"]')
+    await page.until(f"{row_of(job.id)}.dataset.status === 'cancelled'")
+    await page.js(f"{SEEN}(globalThis.seen = [], {row_of(job.id)})")
+    await page.js("globalThis.release()")
+    await page.until("globalThis.isLateRead && globalThis.seen.length")
+    assert set(await page.js("globalThis.seen")) == {"cancelled"}
+
+
+ONE_LATE = """{
+const ask = globalThis.fetch;
+globalThis.fetch = async (path, options) => {
+  const answer = await ask(path, options);
+  if (!path.startsWith("admin/jobs?") || globalThis.isHeld) return answer;
+  const text = await answer.text();
+  globalThis.isHeld = true;
+  await new Promise((done) => (globalThis.release = done));
+  answer.text = async () => ((globalThis.isLateRead = true), text);
+  return answer;
+};
+}"""
+SEEN = """((seen, row) => new MutationObserver(() => seen.push(row.dataset.status))
+  .observe(row, { attributeFilter: ["data-status"] }))"""
 
 
 async def test_what_an_operator_is_at_outlasts_news(bench: Bench) -> None:
@@ -523,8 +557,8 @@ async def test_flow_and_latency_are_drawn_from_what_has_ended(bench: Bench) -> N
     await bench.chat("patient", max_tokens=1)
     await bench.page.go(f"{bench.site.admin_url}/")
 
-    label = await bench.page.until("document.querySelector('#flow-chart svg')?.getAttribute('aria-label')")
-    assert "from gemma-4 short_chat to light" in label
+    label = "document.querySelector('#flow-chart svg')?.getAttribute('aria-label')"
+    assert await bench.page.until(f"{label}?.includes('from gemma-4 short_chat to light')")
     assert await bench.page.until(
         "document.querySelector('[data-lines=\"light\"] .half')?.getAttribute('points')"
     )
