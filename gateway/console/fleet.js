@@ -35,9 +35,12 @@ function summarize(backends, boxes) {
 
 /** Whether it takes no requests, and none would wait for it. */
 function isMissing(name, backend, box) {
-  if (!backend.kept_out) return false;
-  const hasTurns = box && box.state !== "failed" && !box.quarantine[name] && !backend.drain;
-  return !(hasTurns && TURNING.has(backend.state));
+  return Boolean(backend.kept_out) && !isTurning(name, backend, box);
+}
+
+/** Whether it waits for its turn on its box, or has just got it. */
+function isTurning(name, backend, box) {
+  return Boolean(box) && box.state !== "failed" && !box.quarantine[name] && !backend.drain && TURNING.has(backend.state);
 }
 
 function link([name]) {
@@ -127,7 +130,7 @@ function update(element, name, backend, box) {
   say(of(".version"), backend.engine_version || "–");
 
   say(of(".box"), box ? boxWords(name, box) : "");
-  say(of(".why"), whyWords(backend));
+  say(of(".why"), whyWords(name, backend, box));
 }
 
 function boxWords(name, box) {
@@ -146,11 +149,11 @@ function boxWords(name, box) {
   return `${box.id}: not running${comes}${queue}`;
 }
 
-function whyWords(backend) {
+function whyWords(name, backend, box) {
   if (backend.drain) return "drained by the operator";
   if (!CALM.has(backend.state)) return `${backend.reason} (${clock(backend.for_s)})`;
   if (backend.model_error) return backend.model_error;
-  if (backend.kept_out) return backend.kept_out;
+  if (isMissing(name, backend, box)) return backend.kept_out;
   const tpot = backend.tpot;
   if (tpot && tpot.knee_share < 0.995) return `TPOT target ${Math.round(tpot.target_ms)} ms allows ${percent(tpot.knee_share)} of the knee`;
   if (backend.restarts) return `${number(backend.restarts)} restart${backend.restarts === 1 ? "" : "s"} detected`;

@@ -183,6 +183,24 @@ async def test_a_request_opens_into_a_waterfall_with_every_candidate(bench: Benc
     assert bars[-1][0] + bars[-1][1] <= 100.1
 
 
+async def test_a_model_that_waits_for_its_turn_is_not_called_unhealthy(bench: Bench) -> None:
+    """It is well: its box says when it starts."""
+    card = await bench.page.js(TURNS)
+    assert "spark-box: not running" in card
+    assert "unhealthy" not in card
+
+
+TURNS = """import("/console/fleet.js").then(({ showFleet }) => {
+  const backend = { pools: ["spark"], state: "up", kept_out: "", in_flight: 0, knee_seqs: 2, knee_used: 0 };
+  const out = { ...backend, state: "out", kept_out: "unhealthy: out: its box stopped it" };
+  const waiting = { spark: { requests: 0 }, qwen: { requests: 0 } };
+  const next = { backend: null, in_s: null };
+  const box = { state: "resident", backend: "qwen", next, waiting, quarantine: {}, reason: "" };
+  showFleet({ backends: { spark: out, qwen: backend }, boxes: { "spark-box": box } });
+  return document.querySelector('[data-backend="spark"]').innerText;
+})"""
+
+
 async def test_a_request_that_waited_says_for_whom(bench: Bench) -> None:
     async with anyio.create_task_group() as tasks:
         async with bench.busy(2):
