@@ -11,6 +11,7 @@ const COLUMNS = 11;
 
 let rows = [];
 let shown = [];
+let known = []; // rows, when `shown` was chosen
 let open = null;
 let isHeld = false;
 let current = 0;
@@ -72,6 +73,7 @@ function show(isAsked) {
   const text = at("find").value.trim().toLowerCase();
   const found = rows.filter((row) => fits(row, text));
   if (isAsked || !(isHeld || open)) {
+    known = rows;
     shown = found.slice(0, SHOWN);
     if (open && !shown.some((row) => row.id === open)) {
       const kept = rows.find((row) => row.id === open);
@@ -79,8 +81,7 @@ function show(isAsked) {
       else open = null;
     }
   }
-  const newest = shown[0]?.number ?? 0;
-  const newer = found.filter((row) => row.number > newest).length;
+  const newer = isHeld || open ? newerThan(known, found) : 0;
   say(at("hold"), isHeld || open ? `${isHeld ? "Held" : "Held while one is open"}${newer ? `, ${number(newer)} newer` : ""}` : "Hold");
   at("no-requests").hidden = shown.length > 0 || ID.test(text);
   say(at("no-requests"), rows.length ? "No recent request matches." : "No request has ended yet.");
@@ -89,6 +90,12 @@ function show(isAsked) {
   keyed(at("request-table"), ["head", ...shown], (item) => (item === "head" ? "head" : item.id), body, (element, item) => {
     if (item !== "head") refresh(element, item, longest);
   });
+}
+
+/** How many have come since: told by their ids, because another gateway process numbers its requests anew. */
+function newerThan(before, found) {
+  const ids = new Set(before.map((row) => row.id));
+  return found.filter((row) => !ids.has(row.id)).length;
 }
 
 function body(row) {

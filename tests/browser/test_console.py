@@ -454,6 +454,16 @@ async def test_what_an_operator_is_at_outlasts_news(bench: Bench) -> None:
         await page.until(f"{row_of(one)}.dataset.status === 'cancelled'")
 
 
+async def test_what_is_newer_is_counted_after_a_restart(bench: Bench) -> None:
+    """Another process numbers its requests anew."""
+    request_id = await bench.chat()
+    await bench.page.click(f'tbody[data-request="{request_id}"] .opener')
+    await bench.shown(".opened .verdict")
+    await bench.page.js(RESTARTED)
+
+    assert await bench.shown("#hold") == "Held while one is open, 2 newer"
+
+
 async def test_those_who_wait_keep_their_rows(bench: Bench) -> None:
     """A row that is drawn anew each second never shows its title, which names the request."""
     page, first = bench.page, "document.querySelector('#waiting-line tbody tr')"
@@ -519,6 +529,12 @@ MANY_ORDINARY = """import("/console/requests.js").then(({ takeRequests }) => {
     waited_s: 0, ttft_s: 0, ttft_target_s: null, total_s: 1, is_notable: false };
   const numbered = (_, index) => ({ ...row, id: `made-up-${index}`, number: 1e6 + index });
   takeRequests(Array.from({ length: 500 }, numbered));
+})"""
+RESTARTED = """import("/console/requests.js").then(({ forgetRequests, takeRequests }) => {
+  const row = { class: "x", backend: "light", ending: "completed", status: 200, stream: true, tries: 1, at: 0,
+    waited_s: 0, ttft_s: 0, ttft_target_s: null, total_s: 1, is_notable: false };
+  forgetRequests();
+  takeRequests([{ ...row, id: "one", number: 0 }, { ...row, id: "other", number: 1 }]);
 })"""
 FORGET = """import("/console/requests.js").then(({ forgetRequests, takeRequests }) => {
   forgetRequests();
