@@ -154,6 +154,14 @@ async def test_the_head_names_the_process(bench: Bench) -> None:
     assert f"process {owner}" in " ".join((await bench.shown("#facts")).split())
 
 
+async def test_a_small_window_names_the_process_too(bench: Bench) -> None:
+    """Half a window, or a whole one at 200 %."""
+    for width in (640, 1020):
+        await bench.page.look_like("light", width)
+        assert await bench.page.js("document.querySelector('#facts').checkVisibility()")
+        assert await bench.page.js("document.documentElement.scrollWidth <= innerWidth")
+
+
 async def test_a_request_opens_into_a_waterfall_with_every_candidate(bench: Bench) -> None:
     request_id = await bench.chat()
     await bench.page.click(f'tbody[data-request="{request_id}"] .opener')
