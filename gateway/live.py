@@ -43,6 +43,7 @@ class Live:
             "policy": policy.version,
             "owner": replicas["owner"],
             "replicas": replicas["replicas"],
+            "store": replicas["mode"],
             "backends": self._views["backends"](),
             "boxes": self._views["boxes"](),
             "waiting": self._waiting(policy),

@@ -33,7 +33,8 @@ function showFacts(snapshot) {
   ];
   const several = snapshot.replicas > 1 ? `, 1 of ${number(snapshot.replicas)}` : "";
   if (snapshot.owner) facts.push(["process", snapshot.owner + several]);
-  keyed(at("facts"), facts, ([name]) => name, ([name]) => h("div", {}, h("dt", { text: name }), h("dd")), (element, [, value]) => say(element.lastElementChild, value));
+  if (snapshot.store === "alone") facts.push(["store", "no answer, counts alone"]);
+  keyed(at("facts"), facts, ([name]) => name, ([name]) => h("div", { class: name === "store" ? "attention" : null }, h("dt", { text: name }), h("dd")), (element, [, value]) => say(element.lastElementChild, value));
 }
 
 function follow() {

@@ -589,6 +589,7 @@ async def test_jobs_are_shown_if_the_gateway_that_answers_has_them(tmp_path: Pat
                 assert "does not answer" in await page.until(
                     "document.querySelector('#job-message').innerText"
                 )
+                await page.until("document.querySelector('#facts').innerText.includes('counts alone')")
         async with site(tmp_path, **options):
             await page.until(f"{live} && !({shown})")
 
