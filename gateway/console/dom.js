@@ -102,6 +102,17 @@ export async function ask(path, options = {}) {
 /** Endings that are nobody's failure. */
 export const FINE = new Set(["completed", "replayed", "handed_over", "left"]);
 
+let shared = new Set(); // names of classes that several models have
+
+/** Takes in the classes of all models. */
+export function learnClasses(all) {
+  const names = all.map((one) => one.class);
+  shared = new Set(names.filter((name, index) => names.indexOf(name) !== index));
+}
+
+/** How a class is called: with its model where the name alone could mean two. */
+export const classWords = (model, name) => (shared.has(name) ? `${model} ${name}` : name);
+
 const COLOURS = 6;
 const classes = [];
 

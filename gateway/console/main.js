@@ -1,6 +1,6 @@
 // Follows the gateway, and hands what it says to the parts of the page.
 
-import { at, h, keyed, number, say, timeOfDay } from "./dom.js";
+import { at, h, keyed, learnClasses, number, say, timeOfDay } from "./dom.js";
 import { showFleet } from "./fleet.js";
 import { showFlow } from "./flow.js";
 import { followJobs } from "./jobs.js";
@@ -48,6 +48,7 @@ function follow() {
     heardAt = performance.now();
     shownAt = Date.now() / 1000;
     link("live", "live");
+    learnClasses(snapshot.waiting.classes);
     showFacts(snapshot);
     showFleet(snapshot);
     showWaiting(snapshot.waiting);

@@ -1,6 +1,6 @@
 // The last requests. One that is opened shows where its time went, and why it went where it went.
 
-import { FINE, ask, at, h, keyed, number, round, say, seconds, timeOfDay, words } from "./dom.js";
+import { FINE, ask, at, classWords, h, keyed, number, round, say, seconds, timeOfDay, words } from "./dom.js";
 import { candidateTable, demandLine, nobodyWords } from "./decision.js";
 import { swatch } from "./waiting.js";
 
@@ -65,7 +65,7 @@ function hold(wanted) {
 
 function fits(row, text) {
   if (at("only-notable").checked && !row.is_notable) return false;
-  return !text || [row.class, row.backend, row.key, row.id, row.code, row.ending].some((part) => part?.toLowerCase().includes(text));
+  return !text || [classWords(row.model, row.class), row.backend, row.key, row.id, row.code, row.ending].some((part) => part?.toLowerCase().includes(text));
 }
 
 /** Draws the list. Held, or with a request open, it stays as it is until it is asked for anew. */
@@ -107,8 +107,8 @@ function body(row) {
       "tr",
       { onclick: (event) => event.target.closest("button") || toggle(row.id) },
       h("td", {}, button),
-      h("td", {}, swatch(row.class), row.class || "–"),
-      h("td", {}, row.backend || "–", row.is_spill ? h("span", { class: "tag", text: "spill" }) : null, row.tries > 1 ? h("span", { class: "tag bad", text: `${row.tries} tries` }) : null),
+      h("td", { class: "name" }, swatch(row.class), classWords(row.model, row.class) || "–"),
+      h("td", { class: "name" }, row.backend || "–", row.is_spill ? h("span", { class: "tag", text: "spill" }) : null, row.tries > 1 ? h("span", { class: "tag bad", text: `${row.tries} tries` }) : null),
       h("td", { class: `ending ${row.ending}`, text: row.code ? `${row.status} ${words(row.code)}` : words(row.ending) }),
       h("td", { class: "n", text: number(row.prompt_tokens) }),
       h("td", { class: "n", text: number(row.completion_tokens) }),

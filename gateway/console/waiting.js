@@ -1,6 +1,6 @@
 // Who waits, for how long, and until when they may.
 
-import { at, colourOf, h, keyed, number, say, seconds } from "./dom.js";
+import { at, classWords, colourOf, h, keyed, number, say, seconds } from "./dom.js";
 
 export function showWaiting(waiting) {
   const limits = new Map(waiting.classes.map((one) => [`${one.model}/${one.class}`, one.max_wait_s]));
@@ -24,7 +24,7 @@ export function showWaiting(waiting) {
 
 function summary(one) {
   const rate = one.drain_per_s ? `, ${one.drain_per_s.toFixed(one.drain_per_s < 10 ? 1 : 0)} slots/s` : "";
-  return h("span", { class: "pill" }, swatch(one.class), `${one.class} ${number(one.waiting)}${rate}`);
+  return h("span", { class: "pill" }, swatch(one.class), `${classWords(one.model, one.class)} ${number(one.waiting)}${rate}`);
 }
 
 export function swatch(name) {
@@ -38,7 +38,7 @@ function row(one) {
     "tr",
     { "data-request": one.id, title: `${one.id}; first choice: pool ${one.pool}` },
     h("td", { class: "n" }),
-    h("td", {}, swatch(one.traffic_class), one.traffic_class, h("em")),
+    h("td", {}, swatch(one.traffic_class), classWords(one.model, one.traffic_class), h("em")),
     h("td", { text: one.key ?? "–" }),
     h("td", { class: "n", text: number(one.prompt_tokens) }),
     h("td"),

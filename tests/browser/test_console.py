@@ -630,6 +630,25 @@ async def test_a_backend_that_gets_nothing_is_not_shown_as_up(bench: Bench) -> N
     await bench.page.until("document.querySelector('#fleet-summary').hidden")
 
 
+async def test_classes_of_one_name_are_told_apart(bench: Bench) -> None:
+    """Two models may each have a class of the same name."""
+    before = await config(bench)
+    document = yaml.safe_load(before)
+    for name in ("gemma-4", "patient"):
+        document["models"][name]["classes"][-1]["class"] = "chat"
+    async with clients.http(base_url=bench.site.admin_url) as http:
+        await put(http, yaml.safe_dump(document))
+        try:
+            await bench.page.go(f"{bench.site.admin_url}/")
+            request_id = await bench.chat()
+            assert "gemma-4 chat" in await bench.shown(f'tbody[data-request="{request_id}"]')
+            async with bench.busy(3):
+                assert "patient chat" in await bench.shown("#waiting-line tbody tr")
+                assert "patient chat 1" in await bench.shown("#waiting-classes")
+        finally:
+            await put(http, before)
+
+
 async def test_names_that_begin_alike_are_told_apart(bench: Bench) -> None:
     """Of each backend, the whole name is seen: in its card, at its lines, and at its end of the ribbons."""
     names = {f"frankfurt-h100-row-{name}-server-0-chats": name for name in ("light", "push")}
@@ -660,6 +679,34 @@ async def test_names_that_begin_alike_are_told_apart(bench: Bench) -> None:
                     assert await bench.page.js(f"{one}.scrollWidth <= {one}.clientWidth"), selector
                 assert name in await bench.page.js(NODES)
             assert await bench.page.js(OUTSIDE) == []
+        finally:
+            await put(http, before)
+
+
+async def test_long_names_push_nothing_out_of_view(bench: Bench) -> None:
+    before = await config(bench)
+    key, backend, name = "key-" * 20, "backend-" * 10, "class_" * 13
+    digest = sha256(b"long").hexdigest()
+    document = yaml.safe_load(before)
+    document["keys"][key] = {"sha256": digest}
+    document["backends"][backend] = document["backends"].pop("slow")
+    document["pools"]["slow"] = [backend]
+    document["models"]["patient"]["classes"][0]["class"] = name
+    job: Any = {"model": "patient", "input": LONG, "background": True, "max_output_tokens": 5000}
+    async with clients.http(base_url=bench.site.admin_url) as http:
+        await put(http, yaml.safe_dump(document))
+        try:
+            await bench.chat("patient", "long", max_tokens=1)
+            running = await bench.site.openai(api_key="long").responses.create(**job)
+            await bench.page.until(f"{row_of(running.id)}?.querySelector('button')")
+            shown = await bench.shown("#request-table")
+            assert backend in shown
+            assert name in shown
+            for place in ("#requests", "#job-list"):
+                one = f"document.querySelector('{place}')"
+                assert await bench.page.js(f"{one}.scrollWidth <= {one}.clientWidth"), place
+            await bench.page.click(f'[data-job="{running.id}"] [data-action="cancel"]')
+            await bench.page.until(f"{row_of(running.id)}.dataset.status === 'cancelled'")
         finally:
             await put(http, before)
 
