@@ -38,10 +38,12 @@ function isMissing(name, backend, box) {
   return Boolean(backend.kept_out) && !isTurning(name, backend, box);
 }
 
-/** Whether it waits for its turn on its box, or has just got it. */
+/** Whether it waits for its turn on its box, has just got it, or gives it to another. */
 function isTurning(name, backend, box) {
-  return Boolean(box) && box.state !== "failed" && !box.quarantine[name] && !backend.drain && TURNING.has(backend.state);
+  return Boolean(box) && box.state !== "failed" && !box.quarantine[name] && !backend.drain && (TURNING.has(backend.state) || isLeaving(backend));
 }
+
+const isLeaving = (backend) => backend.state === "up" && backend.kept_out.startsWith("swapped_out");
 
 function link([name]) {
   return h("li", {}, h("a", { href: `#backend-${name}`, text: name }), " ", h("span", { class: "state" }));
@@ -50,6 +52,7 @@ function link([name]) {
 /** Its state, and how it is called. A server that is up and yet gets nothing is not shown as up. */
 function stateOf(name, backend, box) {
   if (backend.drain) return ["draining", "drained"];
+  if (isLeaving(backend) && isTurning(name, backend, box)) return ["draining", box.backend === name ? words(box.state) : "out"];
   if (backend.state === "up" && backend.kept_out) return ["kept-out", words(backend.kept_out.split(":")[0])];
   if (box?.quarantine[name]) return ["kept-out", "in quarantine"];
   if (box?.state === "failed") return ["kept-out", "box failed"];

@@ -193,19 +193,24 @@ async def test_a_request_opens_into_a_waterfall_with_every_candidate(bench: Benc
 
 async def test_a_model_that_waits_for_its_turn_is_not_called_unhealthy(bench: Bench) -> None:
     """It is well: its box says when it starts."""
-    card = await bench.page.js(TURNS)
-    assert "spark-box: not running" in card
-    assert "unhealthy" not in card
+    waits, is_well = await bench.page.js(f'({TURNS})("qwen", "resident", "out", "unhealthy: out")')
+    assert "spark-box: not running" in waits
+    assert "unhealthy" not in waits
+    leaves, is_calm = await bench.page.js(f'({TURNS})("spark", "draining", "up", "swapped_out: draining")')
+    assert "spark\ndraining\n" in leaves
+    assert "swapped_out" not in leaves
+    assert (is_well, is_calm) == (True, True)
 
 
-TURNS = """import("/console/fleet.js").then(({ showFleet }) => {
+TURNS = """(resident, does, state, kept_out) => import("/console/fleet.js").then(({ showFleet }) => {
   const backend = { pools: ["spark"], state: "up", kept_out: "", in_flight: 0, knee_seqs: 2, knee_used: 0 };
-  const out = { ...backend, state: "out", kept_out: "unhealthy: out: its box stopped it" };
-  const waiting = { spark: { requests: 0 }, qwen: { requests: 0 } };
   const next = { backend: null, in_s: null };
-  const box = { state: "resident", backend: "qwen", next, waiting, quarantine: {}, reason: "" };
-  showFleet({ backends: { spark: out, qwen: backend }, boxes: { "spark-box": box } });
-  return document.querySelector('[data-backend="spark"]').innerText;
+  const waiting = { spark: { requests: 0 }, qwen: { requests: 0 } };
+  const box = { state: does, backend: resident, next, waiting, quarantine: {}, reason: "" };
+  const qwen = { ...backend, pools: ["qwen"] };
+  showFleet({ backends: { spark: { ...backend, state, kept_out }, qwen }, boxes: { "spark-box": box } });
+  const summary = document.querySelector("#fleet-summary");
+  return [document.querySelector("[data-backend=spark]").innerText, summary.hidden];
 })"""
 
 
