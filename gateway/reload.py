@@ -229,7 +229,7 @@ class Reloader:
     def _beside(self, source: bytes, in_flight: Mapping[str, int], name: str) -> tuple[Settings, Reload]:
         new = settings.load(self.path, self._environ, source=source, name=name)
         wanted = settings.beside(self._started, self.running, new)
-        wanted.require(self._environ)
+        wanted.require(self._environ, at_start=False)
         own = {name: getattr(self.running.document, name) for name in settings.LIVE}
         # Settings specific to one of several processes, such as a port, are not a change.
         changes = settings.changes(self._written.model_copy(update=own), new.document, in_flight)

@@ -83,7 +83,8 @@ def version_of(source: bytes) -> str:
 def beside(started: Settings, running: Settings, new: Settings) -> Settings:
     """Return a new configuration as far as it can take effect at run time.
 
-    Settings that are read only at startup keep their running values.
+    Settings that are read only at startup keep their running values, even if they name an API key that is no
+    longer there.
 
     Raises:
         ConfigError: the combination is invalid.
@@ -104,7 +105,8 @@ def beside(started: Settings, running: Settings, new: Settings) -> Settings:
     except ValidationError as error:
         found = tuple(shape.findings(error))
     else:
-        found = (*references.findings(data), *policies.findings(document))
+        both = (*references.findings(data), *policies.findings(document))
+        found = tuple(one for one in both if one.path[0] not in AT_START)
         if not found:
             own = {name: getattr(running.document, name) for name in AT_START}
             return replace(

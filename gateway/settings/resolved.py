@@ -1,6 +1,6 @@
 """A validated configuration: the settings that `app.py` reads."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from gateway.core.profile import EngineFlags, Profile
 from gateway.core.swap_policy import SwapRules, Trigger
 from gateway.core.webhooks import WebhookEndpoint
 from gateway.settings.addresses import Address, address, overlap
+from gateway.settings.diff import LIVE
 from gateway.settings.document import Document
 from gateway.settings.named import Named
 from gateway.settings.policies import policy_of
@@ -257,16 +258,21 @@ class Settings:
 
         These are warnings for `check`, which may run elsewhere; `serve` does not start with any of them.
         """
-        found = findings(self._named, environ)
+        return self._unmet(environ, Document.model_fields)
+
+    def _unmet(self, environ: Mapping[str, str], sections: Container[str]) -> tuple[Problem, ...]:
+        found = (one for one in findings(self._named, environ) if one.path[0] in sections)
         return tuple(sorted(one.placed(str(self.path), self.tree) for one in found))
 
-    def require(self, environ: Mapping[str, str]) -> None:
+    def require(self, environ: Mapping[str, str], *, at_start: bool = True) -> None:
         """Check that everything the file refers to exists.
+
+        `at_start`: also what is read only at startup. A running gateway has read that.
 
         Raises:
             ConfigError: lists everything that is missing.
         """
-        if unmet := self.unmet(environ):
+        if unmet := self._unmet(environ, Document.model_fields if at_start else LIVE):
             raise ConfigError("\n".join(str(problem) for problem in unmet))
 
     @property

@@ -429,6 +429,32 @@ async def test_what_the_next_start_would_lack_is_a_warning_now(gateway: Site) ->
     assert any("there is no file" in warning for warning in answer.json()["warnings"])
 
 
+async def test_what_only_a_start_reads_may_go_while_the_gateway_runs(tmp_path: Path) -> None:
+    secret, logs = tmp_path / "secret", tmp_path / "logs"
+    secret.write_text("whsec_" + "a" * 32)
+    logs.mkdir()
+    named = {"secret_file": str(secret), "url": "https://example.com/"}
+    read: dict[str, Any] = {
+        "webhooks": {"ops": named},
+        "jobs": {},
+        "decisions": {"file": str(logs / "decisions")},
+    }
+    fleet = simulated({"light-0": "h100-tp1-light"})
+    async with site(tmp_path, fleet=fleet, reload={"watch": False}, **ONE_POOL, **read) as gateway:
+        document = written(gateway) | {"allowed_origins": ["https://a.example"]}
+        secret.unlink()
+        (logs / "decisions").unlink()
+        logs.rmdir()
+
+        kept = await put(gateway, document)
+        assert kept.json()["changes"] == ["allowed_origins [] -> [https://a.example]"]
+        assert len(kept.json()["warnings"]) == 2  # the next start lacks them
+
+        gone = await put(gateway, {name: one for name, one in document.items() if name not in read})
+        assert gone.json()["needs_restart"] == ["jobs", "webhooks", "decisions"]
+        assert gone.json()["warnings"] == []
+
+
 async def test_a_configuration_is_replaced_only_by_who_has_seen_it(gateway: Site) -> None:
     document = written(gateway)
     async with clients.http(base_url=gateway.admin_url) as client:

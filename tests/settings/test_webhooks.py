@@ -9,7 +9,7 @@ import pytest
 
 from gateway.core.errors import ConfigError
 from gateway.core.webhooks import WebhookEndpoint
-from gateway.settings import CheckReport, Settings
+from gateway.settings import CheckReport, Settings, beside, changes
 
 Check = Callable[..., CheckReport]
 Load = Callable[..., Settings]
@@ -46,6 +46,19 @@ def test_one_secret_per_line_or_word(plain: str, write: Write, loaded: Load) -> 
     (by_file,) = loaded(webhook("url: https://a/, secret_file: secrets") + plain).webhooks({})
     (by_env,) = loaded(webhook("url: https://a/, secret_env: S") + plain).webhooks({"S": " ".join(SECRETS)})
     assert by_file.secrets == by_env.secrets == (b"a" * 24, b"b" * 24)
+
+
+@pytest.mark.parametrize("left", ["https://a/, secret_env: S, keys: other", "https://a/, secret_env: S", ""])
+def test_a_key_is_revoked_together_with_the_reference_to_it(plain: str, loaded: Load, left: str) -> None:
+    text = webhook("url: https://a/, secret_env: S, keys: nightly").replace("{nightly: {env: NIGHTLY}", "{K")
+    started = loaded(text.replace("K", "nightly: {env: NIGHTLY}, other: {env: OTHER}") + plain)
+    after = text.replace("K", "other: {env: OTHER}").replace("https://a/, secret_env: S, keys: nightly", left)
+    new = loaded((after if left else after[: after.index("webhooks:")]) + plain)
+    running = beside(started, started, new)
+    assert list(running.document.keys or ()) == ["other"]
+    assert running.document.webhooks == started.document.webhooks  # until the restart
+    assert changes(started.document, new.document, {}).now == ("key nightly is gone",)
+    assert changes(started.document, new.document, {}).at_start == ("webhooks",)
 
 
 def test_without_webhooks_there_are_none(plain: str, loaded: Load) -> None:
