@@ -104,10 +104,12 @@ export const FINE = new Set(["completed", "replayed", "handed_over", "left"]);
 
 let shared = new Set(); // names of classes that several models have
 
-/** Takes in the classes of all models. */
+/** Takes in the classes of all models; true if some are called otherwise than before. */
 export function learnClasses(all) {
   const names = all.map((one) => one.class);
-  shared = new Set(names.filter((name, index) => names.indexOf(name) !== index));
+  const before = [...shared].join();
+  shared = new Set(names.filter((name, index) => names.indexOf(name) !== index).sort());
+  return [...shared].join() !== before;
 }
 
 /** How a class is called: with its model where the name alone could mean two. */

@@ -5,7 +5,7 @@ import { showFleet } from "./fleet.js";
 import { showFlow } from "./flow.js";
 import { followJobs } from "./jobs.js";
 import { showLatency } from "./latency.js";
-import { forgetRequests, startRequests, takeRequests } from "./requests.js";
+import { forgetRequests, renameClasses, startRequests, takeRequests } from "./requests.js";
 import { showWaiting } from "./waiting.js";
 import { askAbout, startWhatIf } from "./whatif.js";
 
@@ -48,7 +48,7 @@ function follow() {
     heardAt = performance.now();
     shownAt = Date.now() / 1000;
     link("live", "live");
-    learnClasses(snapshot.waiting.classes);
+    if (learnClasses(snapshot.waiting.classes)) renameClasses();
     showFacts(snapshot);
     showFleet(snapshot);
     showWaiting(snapshot.waiting);

@@ -68,6 +68,9 @@ function fits(row, text) {
   return !text || [classWords(row.model, row.class), row.backend, row.key, row.id, row.code, row.ending].some((part) => part?.toLowerCase().includes(text));
 }
 
+/** Draws the list again: its classes are called otherwise. */
+export const renameClasses = () => show(false);
+
 /** Draws the list. Held, or with a request open, it stays as it is until it is asked for anew. */
 function show(isAsked) {
   const text = at("find").value.trim().toLowerCase();
@@ -107,7 +110,7 @@ function body(row) {
       "tr",
       { onclick: (event) => event.target.closest("button") || toggle(row.id) },
       h("td", {}, button),
-      h("td", { class: "name" }, swatch(row.class), classWords(row.model, row.class) || "–"),
+      h("td", { class: "name" }, swatch(row.class), h("span", { class: "class" })),
       h("td", { class: "name" }, row.backend || "–", row.is_spill ? h("span", { class: "tag", text: "spill" }) : null, row.tries > 1 ? h("span", { class: "tag bad", text: `${row.tries} tries` }) : null),
       h("td", { class: `ending ${row.ending}`, text: row.code ? `${row.status} ${words(row.code)}` : words(row.ending) }),
       h("td", { class: "n", text: number(row.prompt_tokens) }),
@@ -124,6 +127,7 @@ function body(row) {
 function refresh(element, row, longest) {
   const index = shown.indexOf(row);
   element.querySelector(".opener").tabIndex = index === current ? 0 : -1;
+  say(element.querySelector(".class"), classWords(row.model, row.class) || "–");
   const waited = row.waited_s ?? 0;
   const first = row.ttft_s === null ? (row.total_s - waited) : Math.max(0, row.ttft_s - waited);
   const rest = Math.max(0, row.total_s - waited - first);

@@ -646,7 +646,8 @@ async def test_classes_of_one_name_are_told_apart(bench: Bench) -> None:
         try:
             await bench.page.go(f"{bench.site.admin_url}/")
             request_id = await bench.chat()
-            assert "gemma-4 chat" in await bench.shown(f'tbody[data-request="{request_id}"]')
+            row = f"document.querySelector('tbody[data-request=\"{request_id}\"]')"
+            assert await bench.page.until(f"{row}?.innerText.includes('gemma-4 chat')")
             async with bench.busy(3):
                 assert "patient chat" in await bench.shown("#waiting-line tbody tr")
                 assert "patient chat 1" in await bench.shown("#waiting-classes")
