@@ -136,7 +136,7 @@ class Gateway:
             self.clock,
             secrets=secrets,
             tls=tls,
-            hang_s={name: parts.hang_s(settings, name) for name in backends},
+            hang_s={name: parts.hang_s(settings, one) for name, one in backends.items()},
             on_change=self._backend_changed,
             on_sample=self._backend_sampled,
             on_stale=self._backend_unsampled,
@@ -340,14 +340,15 @@ class Gateway:
         Raises:
             ConfigError: they cannot be applied.
         """
+        policy = settings.policy()
         return partial(
             self._put_in_force,
             settings,
-            settings.policy(),
+            policy,
             parts.backend_keys(settings, self._environ),
             settings.key_digests(self._environ) or {},
             self._tls_contexts.of(settings),
-            {name: parts.hang_s(settings, name) for name in settings.document.backends},
+            {name: parts.hang_s(settings, one) for name, one in policy.backends.items()},
         )
 
     async def _put_in_force(

@@ -285,11 +285,11 @@ def health_rules(settings: Settings) -> HealthRules:
     )
 
 
-def hang_s(settings: Settings, backend_id: str) -> float:
+def hang_s(settings: Settings, backend: Backend) -> float:
     """Return how long a backend may be silent before it counts as hung."""
-    profile, floor_s = settings.profile(backend_id), settings.document.health.hang_s
+    profile, floor_s = settings.profile(backend.id), settings.document.health.hang_s
     batched = profile.flags.max_num_batched_tokens
-    return hang_after_s(profile.perf, batched, profile.capacity.context_tokens, floor_s)
+    return hang_after_s(profile.perf, batched, backend.capacity.context_tokens, floor_s)
 
 
 def wire_rules(settings: Settings) -> WireRules:

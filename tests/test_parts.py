@@ -48,6 +48,18 @@ async def test_answers_are_kept_in_whichever_store_there_is(
     )
 
 
+def test_a_shorter_window_has_shorter_steps_and_a_hang_is_seen_sooner(tmp_path: Path) -> None:
+    push = {"url": "http://b", "profile": "h100-tp2-push"}
+    limited = push | {"url": "http://c", "limits": {"context_tokens": 32_768}}
+    found = loaded(
+        tmp_path, backends={"whole": push, "limited": limited}, pools={"light": ["whole", "limited"]}
+    )
+    hangs = {name: parts.hang_s(found, one) for name, one in found.policy().backends.items()}
+
+    assert hangs["whole"] == pytest.approx(54, abs=0.5)  # docs/health.md
+    assert hangs["limited"] == 30
+
+
 def test_backends_with_equal_tls_share_a_context_until_a_file_changes(
     tmp_path: Path,
 ) -> None:
