@@ -28,6 +28,7 @@ from gateway import reload
 from gateway.clock import SystemClock
 from gateway.core.health import State
 from gateway.core.policy import Policy
+from gateway.core.reloads import Reload
 from gateway.reload import Reloader
 from gateway.settings import Settings, load, version_of
 from gateway.simulator import Fault, FaultOrder
@@ -666,24 +667,26 @@ class LookedAt(type(Path())):  # type: ignore[misc]
                 await anyio.lowlevel.checkpoint()
 
 
+def reloading(path: Path) -> tuple[Reloader, LookedAt, list[str]]:
+    """Return a reloader of a file, the file as it sees it, and what it says of each reload, in time."""
+    looked_at, results = LookedAt(path), list[str]()
+
+    async def put_in_force() -> None:
+        pass
+
+    def note(found: Reload) -> None:
+        results.append(found.error.partition(": ")[2] or "applied")
+
+    started = replace(load(path, {}), path=looked_at)
+    return Reloader(started, {}, lambda _: put_in_force, dict, SystemClock(), note), looked_at, results
+
+
 async def test_a_watched_file_is_not_refused_while_no_file_can_be_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reload, "LOOK_S", 0.0)
     path = unserved(tmp_path)
-    started, looked_at, results = load(path, {}), LookedAt(path), list[str]()
-
-    async def put_in_force() -> None:
-        pass
-
-    reloader = Reloader(
-        replace(started, path=looked_at),
-        {},
-        lambda _: put_in_force,
-        dict,
-        SystemClock(),
-        lambda found: results.append(found.error or "applied"),
-    )
+    reloader, looked_at, results = reloading(path)
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(reloader.watch)
@@ -706,19 +709,7 @@ async def test_each_state_of_a_watched_file_is_tried_and_told_of_once(
 ) -> None:
     monkeypatch.setattr(reload, "LOOK_S", 0.0)
     path = unserved(tmp_path)
-    started, looked_at, results = load(path, {}), LookedAt(path), list[str]()
-
-    async def put_in_force() -> None:
-        pass
-
-    reloader = Reloader(
-        replace(started, path=looked_at),
-        {},
-        lambda _: put_in_force,
-        dict,
-        SystemClock(),
-        lambda found: results.append(found.error.partition(": ")[2] or "applied"),
-    )
+    reloader, looked_at, results = reloading(path)
     good, other = path.read_bytes(), path.with_suffix(".other")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(reloader.watch)
