@@ -101,7 +101,7 @@ def _row(number: int, record: RequestRecord) -> Mapping[str, Any]:
         "is_notable": is_notable(record),
         "prompt_tokens": None if decision is None else decision.estimate.tokens,
         "completion_tokens": None if usage is None else usage.completion_tokens,
-        "waited_s": _between(record.estimated_at, record.admitted_at),
+        "waited_s": record.queue_s,
         "ttft_s": _between(record.received_at, record.first_byte_at) if record.stream else None,
         "tpot_s": record.tpot_s if record.stream else None,
         "total_s": record.ended_at - record.received_at,

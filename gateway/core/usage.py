@@ -114,6 +114,13 @@ class RequestRecord:
     asked: RequestFeatures | None = None
 
     @property
+    def queue_s(self) -> float | None:
+        """Seconds that it waited for its first slot; None if it got none."""
+        if self.admitted_at is None or self.estimated_at is None:
+            return None
+        return self.admitted_at - self.estimated_at
+
+    @property
     def tpot_s(self) -> float | None:
         """Mean seconds per output token after the first, or None if unknown.
 

@@ -565,8 +565,8 @@ def request_fields(record: RequestRecord) -> dict[str, Any]:
         fields["prompt_tokens"] = usage.prompt_tokens
         fields["output_tokens"] = usage.completion_tokens
     fields["stream"] = record.stream
-    if (began := record.admitted_at) and (queued_s := began - (record.estimated_at or 0)) >= QUEUED_S:
-        fields["queue_s"] = round(queued_s, 4)
+    if (queue_s := record.queue_s) is not None and queue_s >= QUEUED_S:
+        fields["queue_s"] = round(queue_s, 4)
     if first is not None:
         fields["first_token_s"] = round(first - record.received_at, 4)
     fields["total_s"] = round(record.ended_at - record.received_at, 4)

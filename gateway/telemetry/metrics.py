@@ -352,8 +352,8 @@ class Metrics:
         self.prompt_tokens.observe((name,), decision.estimate.tokens)
         for passed_over in decision.candidates.passed_over:
             self.refusals.add(passed_over)
-        if record.admitted_at is not None and record.estimated_at is not None:
-            self.waiting_time.observe((name,), record.admitted_at - record.estimated_at)
+        if (queue_s := record.queue_s) is not None:
+            self.waiting_time.observe((name,), queue_s)
         if record.first_byte_at is not None:
             self._served(record, name)
         elif record.ending is Ending.LEFT and _timeliness(record, record.ended_at) is Timeliness.LATE:

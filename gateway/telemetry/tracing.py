@@ -323,8 +323,8 @@ class _Spans:
             }
             if record.usage is not None and decision.demand.prompts == 1:  # of several, a sum
                 facts["gateway.estimate_error_tokens"] = record.usage.prompt_tokens - decision.estimate.tokens
-        if record.admitted_at is not None and record.estimated_at is not None:
-            facts["gateway.queue_s"] = round(record.admitted_at - record.estimated_at, 6)
+        if (queue_s := record.queue_s) is not None:
+            facts["gateway.queue_s"] = round(queue_s, 6)
         if record.placed is not None:
             facts["gateway.knee_seqs"] = record.placed.knee_seqs
             facts["gateway.in_flight_at_admission"] = record.placed.load.seqs
