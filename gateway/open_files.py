@@ -5,6 +5,7 @@ reached with 500 callers. A process may raise it to its hard limit, usually 524,
 exists only for programs that use select(2). So the gateway raises it, like Go programs and most servers.
 """
 
+import errno
 import logging
 import os
 import resource
@@ -27,6 +28,11 @@ SHORT_ABOVE = 0.9
 """Share of the limit above which a warning is logged. A choice: early enough to act."""
 
 _FOLDER = "/proc/self/fd"
+
+
+def are_used_up(error: OSError) -> bool:
+    """Return whether an error says that this process, or the system, can open no more files."""
+    return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def raise_limit() -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
-from gateway import settings
+from gateway import open_files, settings
 from gateway.core.errors import ConfigError
 from gateway.core.reloads import Reload, Version
 from gateway.events import about
@@ -37,9 +37,6 @@ VERSIONS_KEPT = 10
 LOOK_S = 1.0
 """Polling interval of the file. A choice: a change is applied once two polls agree, because editors take a
 while."""
-
-FILES_SHORT = (errno.EMFILE, errno.ENFILE)
-"""Errors of a process, or a system, without file descriptors left: they say nothing about the file."""
 
 UNREADABLE_LOOKS = 5
 """Failed polls in a row before a warning. A choice: until then, the file may be in the process of being
@@ -164,8 +161,10 @@ class Reloader:
                     async with self._turn:
                         await self._replace(source, "file")
             except OSError as error:
-                in_vain += error.errno not in FILES_SHORT
-                if in_vain == UNREADABLE_LOOKS and error.errno not in FILES_SHORT:
+                if open_files.are_used_up(error):
+                    continue  # which says nothing about the file
+                in_vain += 1
+                if in_vain == UNREADABLE_LOOKS:
                     self._not_read(error, "file")
             else:
                 before, in_vain = source, 0

@@ -11,7 +11,6 @@ gateway.
 """
 
 import asyncio
-import errno
 import ssl
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from itertools import chain
@@ -24,7 +23,7 @@ import anyio
 import anyio.lowlevel
 import httptools
 
-from gateway import __version__, tcp
+from gateway import __version__, open_files, tcp
 from gateway.cohort import Cohort
 from gateway.core.backends import Backend, Timeouts
 from gateway.core.errors import (
@@ -327,7 +326,7 @@ class DirectClient(BackendClient):
         except TimeoutError as error:
             raise UpstreamUnreachable("The backend cannot be reached.") from error
         except (OSError, UnicodeError) as error:  # UnicodeError: the name is invalid
-            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            if isinstance(error, OSError) and open_files.are_used_up(error):
                 raise OutOfResources("This gateway has no connections left.", retry_after_s=1) from error
             raise _unreachable(error) from error
         return connection
