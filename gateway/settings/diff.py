@@ -43,6 +43,11 @@ def held(old: Document) -> frozenset[str]:
     return frozenset(name for box in old.boxes.values() for name in box.backends)
 
 
+def held_profiles(old: Document) -> frozenset[str]:
+    """Return the profiles of these backends, which stay with them."""
+    return frozenset(old.backends[name].profile for name in held(old))
+
+
 def awaiting(old: Document, new: Document) -> frozenset[str]:
     """Return the new backends whose box begins to run with the next start: until then they get no requests.
 
@@ -132,12 +137,11 @@ def _keys(old: Document, new: Document) -> Iterator[str]:
 
 
 def _rest(old: Document, new: Document) -> Iterator[str]:
-    """Yield the changes of all other sections. A profile of a backend that is held is kept with it."""
+    """Yield the changes of all other sections."""
     for section in sorted(LIVE - {"backends", "pools", "models", "keys"}):
         before, after = getattr(old, section), getattr(new, section)
         if section == "profiles":
-            used = {old.backends[name].profile for name in held(old)}
-            after = {name: one for name, one in before.items() if name in used} | after
+            after = {name: one for name, one in before.items() if name in held_profiles(old)} | after
         for path, one, other in _differences(_plain(before), _plain(after), section):
             yield f"{path} {_shown(one)} -> {_shown(other)}"
 

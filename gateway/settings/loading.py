@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from gateway.core.errors import ConfigError
 from gateway.core.value import valueclass
 from gateway.settings import advice, policies, references, shape
-from gateway.settings.diff import AT_START, LIVE, LIVE_IF_HELD, awaiting, held
+from gateway.settings.diff import AT_START, LIVE, LIVE_IF_HELD, awaiting, held, held_profiles
 from gateway.settings.document import Document
 from gateway.settings.problems import Finding, Problem
 from gateway.settings.resolved import Settings
@@ -99,7 +99,9 @@ def beside(started: Settings, running: Settings, new: Settings) -> Settings:
     data["backends"] |= {
         name: {**data["backends"][name], "drain": True} for name in awaiting(running.document, new.document)
     }
-    data["profiles"] = _profiles_needed(data["backends"], kept) | data.get("profiles", {})
+    needed = held_profiles(running.document)
+    profiles = {name: one for name, one in kept.get("profiles", {}).items() if name in needed}
+    data["profiles"] = profiles | data.get("profiles", {})
     try:
         document = Document.model_validate(data)
     except ValidationError as error:
@@ -119,12 +121,6 @@ def beside(started: Settings, running: Settings, new: Settings) -> Settings:
             )
     message = "together with settings that cannot change while the gateway runs: "
     raise ConfigError("\n".join(f"{'.'.join(map(str, one.path))}: {message}{one.message}" for one in found))
-
-
-def _profiles_needed(backends: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those own profiles of the file at startup that backends use: one held back needs its own."""
-    used = {section.get("profile") for section in backends.values()}
-    return {name: one for name, one in kept.get("profiles", {}).items() if name in used}
 
 
 def _held_back(section: Mapping[str, Any], wanted: Mapping[str, Any] | None) -> Mapping[str, Any]:
