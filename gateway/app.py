@@ -111,8 +111,16 @@ class Gateway:
     `name`: what the store, `/admin/replicas` and `jobs list` call this process.
     """
 
-    def __init__(self, settings: Settings, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, settings: Settings, environ: Mapping[str, str], *, name: str = "", former: str = ""
+    ) -> None:
         """Build everything from a valid configuration.
+
+        Args:
+            settings: The configuration.
+            environ: The environment that it refers to.
+            name: See `process_name`; "" for one of its own.
+            former: Name of a process that has ended, whose slots this one is to free; "" for none.
 
         Raises:
             ConfigError: something that it refers to is missing or unusable.
@@ -122,9 +130,10 @@ class Gateway:
         self._environ = environ
         self.clock = SystemClock()
         self.policy = settings.policy()
-        self.name = process_name()
+        self.name = name or process_name()
         self.ledger = parts.ledger(settings, self.name)
         self._store = None if isinstance(self.ledger, MemoryLedger) else self.ledger
+        self._former = parts.former_accounts(settings, former)
         self.journal = Journal()
         backends = self.policy.backends
         secrets = parts.backend_keys(settings, environ)
@@ -539,6 +548,7 @@ class Gateway:
             self.boxes,
             self.pipeline.first_tokens,
             self._store,
+            self._former,
             *([] if self.jobs is None else self.jobs.at_work()),
             self.webhooks,
             self.metrics_push,

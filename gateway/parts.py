@@ -37,6 +37,7 @@ from gateway.upstream.webhooks import Webhooks
 if TYPE_CHECKING:
     from gateway.store.boards import RedisBoard
     from gateway.store.fallback import FallbackLedger
+    from gateway.store.former import FormerAccounts
     from gateway.store.jobs import RedisJobs
     from gateway.store.responses import RedisResponseStore
     from gateway.telemetry.otlp_metrics import MetricsPush
@@ -71,6 +72,17 @@ def ledger(settings: Settings, owner: str) -> "MemoryLedger | FallbackLedger":
         ),
         replicas_min=settings.workers,
     )
+
+
+def former_accounts(settings: Settings, owner: str) -> "FormerAccounts | None":
+    """Return the accounts of a process that has ended, `owner`; None without a store or such a process."""
+    store = settings.document.store
+    if store is None or not owner:
+        return None
+    from gateway.store.former import FormerAccounts
+
+    backends = tuple(settings.policy().backends)
+    return FormerAccounts(store.url, prefix=store.prefix, owner=owner, backends=backends)
 
 
 def board(settings: Settings, owner: str) -> "MemoryBoard | RedisBoard":

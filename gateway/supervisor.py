@@ -34,6 +34,7 @@ from gateway.settings import Settings, beside, load
 from gateway.settings.files import read
 from gateway.sockets import bind, require_free, url_of
 from gateway.store.keeper import next_pause_s, start_store
+from gateway.store.process_name import process_name
 from gateway.tasks import TasksBeside
 from gateway.telemetry import logs
 
@@ -78,6 +79,8 @@ class Order:
         listen_fd: File descriptor of the listening socket for applications.
         beat_s: Interval between its signs of life.
         store_url: The store for shared limits, if the file names none.
+        name: What the store calls it.
+        former: The name of the worker that it replaces, which has ended; "" for the first.
     """
 
     number: int
@@ -89,6 +92,8 @@ class Order:
     store_url: str | None
     changed: str | None = None
     beat_s: float = BEAT_S
+    name: str = ""
+    former: str = ""
 
 
 @valueclass(frozen=True, slots=True)
@@ -271,6 +276,7 @@ class WorkerGroup:
         pause_s = 0.0
         while not self._stopping.is_set():
             started_at = anyio.current_time()
+            order = replace(order, name=process_name(), former=order.name)
             error: Exception | None
             try:
                 status, error = await self._live(order)

@@ -21,7 +21,6 @@ from anyio.streams.memory import MemoryObjectSendStream
 from gateway import app, process, settings
 from gateway.core.errors import ConfigError
 from gateway.exiting import RELOAD_SIGNAL, STOP_SIGNALS, bounded_exit
-from gateway.settings import Settings
 from gateway.standard_streams import full_disk_told
 from gateway.supervisor import REREAD, STOP, Order, Report
 from gateway.tasks import TasksBeside
@@ -57,7 +56,8 @@ def main() -> int:
             # Later changes are compared with the configuration that all workers were started with.
             own = replace(settings.beside(loaded, own, new), tree=loaded.tree)
         with socket.socket(fileno=order.listen_fd) as listen:
-            process.run(_serve, own, listen, heard, report, partial(_beat, reports, order.beat_s))
+            gateway = partial(app.Gateway, own, os.environ, name=order.name, former=order.former)
+            process.run(_serve, gateway, listen, heard, report, partial(_beat, reports, order.beat_s))
     except ConfigError as error:
         report(Report(error=str(error)))
         return process.status_of(error)
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 async def _serve(
-    own: Settings,
+    build: Callable[[], app.Gateway],
     listen: socket.socket,
     heard: bytes,
     report: Callable[[Report], None],
@@ -75,7 +75,7 @@ async def _serve(
         report(Report(admin_url=running.admin_url))
         tasks.start_soon(beat)
 
-    gateway = app.Gateway(own, os.environ)
+    gateway = build()
     hints_out, hints = anyio.create_memory_object_stream[None](1)
     async with hints_out, hints, TasksBeside(ConfigError) as tasks:
         tasks.start_soon(app.reread_on, hints, gateway)

@@ -98,6 +98,11 @@ class Gateway:
         limits = type(openai.DEFAULT_CONNECTION_LIMITS)(keepalive_expiry=60)
         return clients.sdk(limits, base_url=f"{self.url}/v1", api_key="x", max_retries=0, timeout=120)
 
+    async def name(self, number: int) -> str:
+        """Return what the store calls a worker."""
+        async with clients.http() as http:
+            return str((await http.get(f"{self.admin[number]}/admin/replicas")).json()["owner"])
+
     async def version(self, number: int) -> str:
         """Return which configuration a worker has in force."""
         async with clients.http() as http:
@@ -242,6 +247,7 @@ async def test_a_worker_that_is_killed_is_replaced_and_gives_back_what_it_held(g
 
     async with gateway.client_of(0) as survivor, AsyncExitStack() as stack:
         killed = gateway.pid(1)
+        name = await gateway.name(1)
         held = [
             await stream(await stack.enter_async_context(gateway.client_of(1)), 10_000) for _ in range(KNEE)
         ]
@@ -251,6 +257,7 @@ async def test_a_worker_that_is_killed_is_replaced_and_gives_back_what_it_held(g
                 os.kill(killed, signal.SIGKILL)
                 tasks.start_soon(ask, survivor)
                 await gateway.process.wait_for(r"worker 1 ended \(killed by SIGKILL\)")
+                await gateway.process.wait_for(rf"the slots of {name}, which this process replaces, are free")
         assert waited[0].choices[0].finish_reason == "length"
         for chunks in held:
             with pytest.raises((openai.APIError, httpx.HTTPError)):

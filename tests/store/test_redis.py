@@ -7,17 +7,21 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import anyio.lowlevel
 import pytest
 from redis.exceptions import RedisError
+from support.redis_server import own_server
 
 from gateway.core.decision import Exclusion
 from gateway.core.load import NO_LOAD, UNLIMITED, Load
 from gateway.ports import Slot
 from gateway.store.connections import StoreAway
+from gateway.store.former import FormerAccounts
 from gateway.store.leases import Leases, Order
 from gateway.store.redis import RedisLedger
 
@@ -48,6 +52,10 @@ async def running(*ledgers: RedisLedger) -> AsyncIterator[None]:
             await synced.wait()
         yield
         tasks.cancel_scope.cancel()
+
+
+def former(store: Store, dead: RedisLedger) -> FormerAccounts:
+    return FormerAccounts(store.url, prefix=store.prefix, owner=dead.owner, backends=("a", "b"))
 
 
 async def waits(ledger: RedisLedger) -> None:
@@ -462,6 +470,46 @@ async def test_a_gateway_killed_with_9_gives_everything_back_within_a_lease_life
     # Settled once more at most; then a look, and a slow machine.
     assert freed_at < dead.expires_ms + 2000
     assert await store.sums() == Load(seqs=3)
+
+
+async def test_what_replaces_a_dead_process_frees_its_slots_before_they_expire(
+    store: Store, connect: Connect
+) -> None:
+    here, dead = connect(store, refresh_s=0.05), connect(store, ttl_s=1000.0)
+    await dead.sync()
+    await take(dead)
+    late = await take(dead)
+    async with running(here):
+        assert here.replicas == 2
+        assert await here.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
+        freed = Freed(here)
+        await former(store, dead).run()
+        await freed.wait()
+        await take(here)
+        await here.sync()
+        assert await store.sums() == await store.added() == CLAIM
+        with pytest.raises(StoreAway):  # what it had still sent is late
+            await dead.release(late)
+    assert await store.sums() == CLAIM
+
+
+async def test_slots_of_a_dead_process_are_freed_once_the_store_answers(
+    tmp_path: Path, connect: Connect
+) -> None:
+    with own_server("valkey-9", tmp_path, keeps=True) as server:
+        store = SimpleNamespace(url=server.url, prefix="gw")
+        here, dead = connect(store), connect(store, ttl_s=1000.0)
+        await take(dead)
+        await take(dead)
+        assert await here.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
+        server.kill()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(former(store, dead).run)
+            for _ in range(100):  # it finds nobody there
+                await anyio.lowlevel.checkpoint()
+            await anyio.to_thread.run_sync(server.start)
+        await take(here)
+        await take(here)
 
 
 async def test_a_backend_that_nobody_uses_leaves_no_keys(store: Store, connect: Connect) -> None:

@@ -1,0 +1,56 @@
+"""Frees the slots of a process that has ended without returning them, and is known to have ended.
+
+Otherwise they would stay taken until its accounts expire (docs/store.md#accounts).
+"""
+
+import logging
+from collections.abc import Collection
+
+import anyio
+
+from gateway.core.load import NO_LOAD
+from gateway.events import about
+from gateway.store.connections import StoreAway
+from gateway.store.leases import Leases, Order
+from gateway.store.redis import COMMAND_S, REFRESH_S, TTL_S
+
+log = logging.getLogger("gateway.store")
+
+NUMBER_MAX = 2**53 - 1
+"""The number of an order that no other follows: the scripts' numbers are doubles (settle.lua)."""
+
+_NOTHING = Order(NUMBER_MAX, NO_LOAD, NO_LOAD, NO_LOAD, waits=False, may_keep=False, deaf=0)
+"""It uses nothing and wants nothing. A late command of the process that ended is ignored after it."""
+
+
+class FormerAccounts:
+    """The accounts of a process that has ended, until they have been closed."""
+
+    def __init__(self, url: str, *, prefix: str, owner: str, backends: Collection[str]) -> None:
+        """Prepare to close the accounts of `owner` with `backends` in the store at `url`."""
+        self._url, self._prefix, self._owner = url, prefix, owner
+        self._backends = backends
+
+    async def run(self) -> None:
+        """Close them, and return. If the store does not answer, try again until they have expired."""
+        with anyio.move_on_after(TTL_S):
+            while True:
+                try:
+                    await self._close()
+                    break
+                except StoreAway:
+                    await anyio.sleep(REFRESH_S)
+
+    async def _close(self) -> None:
+        leases = Leases(self._url, prefix=self._prefix, owner=self._owner, ttl_s=TTL_S, command_s=COMMAND_S)
+        try:
+            for backend_id in self._backends:
+                await leases.settle(backend_id, _NOTHING)
+            await leases.leave()
+        finally:
+            await leases.aclose()
+        log.info(
+            "the slots of %s, which this process replaces, are free",
+            self._owner,
+            extra=about("slots_freed", process=self._owner),
+        )
