@@ -6,7 +6,8 @@ Therefore a request counts only once against a backend, however often it is repe
 
 Until it is known, requests are better sent elsewhere: a backend that fails at once has room at once, and
 would take all that wait for busy ones. So replicas on which several different requests have failed in a row
-are passed over, as long as another replica is in no doubt.
+are passed over, as long as another replica is in no doubt. The same holds, for a moment, for one that has
+refused a request because of load, which is nobody's fault.
 """
 
 from collections import OrderedDict
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from gateway.core.backends import Backend, Pool
+from gateway.core.decision import Exclusion, Objection
 from gateway.core.health import HealthRules
 from gateway.core.policy import Policy
 
@@ -62,6 +64,24 @@ class Blame:
         return True
 
 
+REFUSED_S = 1.0
+"""How long a backend that has refused a request because of load gets no others, unless it completes one.
+A choice: one refusal a second costs next to nothing, and an engine whose own queue was full has room by then."""
+
+IN_DOUBT: Objection = (
+    Exclusion.UNHEALTHY,
+    f"the last {IN_A_ROW} requests on it, or more, have failed; whose fault it was is not known yet",
+)
+"""Why a backend in doubt gets no requests for now."""
+
+REFUSES: Objection = (Exclusion.UNHEALTHY, "it has just refused a request because of load")
+"""Why a backend that has refused a request gets none for now."""
+
+
+_Server = tuple[str, str]
+"""Id and URL of a backend."""
+
+
 @dataclass(slots=True)
 class _Row:
     requests: set[bytes] = field(default_factory=set)
@@ -69,15 +89,17 @@ class _Row:
 
 
 class Doubts:
-    """Backends on which different requests have failed in a row, whoever is at fault.
+    """Backends to which other replicas are preferred, whoever is at fault. Both tables are mostly empty.
 
     Attributes:
-        rows: The failures of each backend at its URL since it last answered a request there. Mostly empty.
+        rows: The failures of each backend at its URL since it last answered a request there.
+        refused: Since when each backend, at its URL, refuses requests because of load (monotonic seconds).
     """
 
     def __init__(self) -> None:
         """Start with none."""
-        self.rows: dict[tuple[str, str], _Row] = {}
+        self.rows: dict[_Server, _Row] = {}
+        self.refused: dict[_Server, float] = {}
 
     def failed(self, backend: Backend, request: bytes, now: float) -> bool:
         """Note a failure on `backend` at `now` (monotonic seconds). Return whether it is in doubt.
@@ -98,27 +120,58 @@ class Doubts:
         row = self.rows.pop((backend.id, backend.url), None)
         return row is not None and len(row.requests) >= IN_A_ROW
 
+    def refuses(self, backend: Backend, now: float) -> bool:
+        """Note that `backend` has refused a request because of load at `now` (monotonic seconds).
+
+        Return whether that is news: it is passed over from now on, and not for longer because of others.
+        """
+        server = (backend.id, backend.url)
+        if now - self.refused.get(server, -inf) < REFUSED_S:
+            return False
+        self.refused[server] = now
+        return True
+
+    def completed(self, backend: Backend) -> bool:
+        """Note that `backend` has completed a request, so it has room. Return whether it was thought full."""
+        return self.refused.pop((backend.id, backend.url), None) is not None
+
     def passed_over(
         self, policy: Policy, is_available: Callable[[str], bool], now: float
-    ) -> Mapping[str, bool]:
-        """Return the backends to which other replicas are preferred, and whether they get nothing at all now.
+    ) -> Mapping[str, Objection | None]:
+        """Return the backends to which other replicas are preferred, and why they get nothing at all now.
 
-        Those that are gone, or at another URL now, or whose last failure is long ago, are forgotten.
-        `is_available`: whether a backend would get any requests.
+        Those without a reason get a few requests, as in probation. Those that are gone or at another URL now,
+        or of which nothing was heard for long, are forgotten. `is_available`: whether a backend would get any
+        requests.
         """
-        for (name, url), row in list(self.rows.items()):
-            backend = policy.backends.get(name)
-            if backend is None or backend.url != url or now - row.last_at >= REPEATED_S:
-                del self.rows[name, url]
-        doubted = {name: row for (name, _), row in self.rows.items() if len(row.requests) >= IN_A_ROW}
+        self._forget(policy, now)
+        found: dict[str, Objection | None] = {
+            name: IN_DOUBT if now - row.last_at < PAUSE_S else None
+            for (name, _), row in self.rows.items()
+            if len(row.requests) >= IN_A_ROW
+        }
+        for name, _ in self.refused:
+            found[name] = found.get(name) or REFUSES
 
         def has_other(name: str, pool: Pool) -> bool:
             kind = policy.kinds[name]
-            alike = [one for one in pool.backends if one not in doubted and policy.kinds[one] == kind]
+            alike = [one for one in pool.backends if one not in found and policy.kinds[one] == kind]
             return any(is_available(one) for one in alike)
 
         return {
-            name: now - row.last_at < PAUSE_S
-            for name, row in doubted.items()
+            name: objection
+            for name, objection in found.items()
             if all(has_other(name, pool) for pool in policy.pools_of(name))
+        }
+
+    def _forget(self, policy: Policy, now: float) -> None:
+        def is_there(server: _Server) -> bool:
+            name, url = server
+            return name in policy.backends and policy.backends[name].url == url
+
+        self.rows = {
+            one: row for one, row in self.rows.items() if is_there(one) and now - row.last_at < REPEATED_S
+        }
+        self.refused = {
+            one: since for one, since in self.refused.items() if is_there(one) and now - since < REFUSED_S
         }

@@ -100,7 +100,8 @@ class FleetView:
         """Return snapshots of backends."""
         statuses, load_of, shares_max = self._fleet.statuses(), self._ledger.load, self._watch.shares_max()
         kv_taken, objections = self._counts.kv_taken, self._objections()
-        if self._failures.doubts.rows:
+        doubts = self._failures.doubts
+        if doubts.rows or doubts.refused:
             statuses, objections = self._failures.doubting(self.newest, statuses, objections)
         views: dict[str, BackendView] = {}
         if not (kv_taken or long_waiting or objections or shares_max):  # the usual case

@@ -57,6 +57,8 @@ OPEN = 'process_open_fds{job="gemma-gateway",instance="a"}'
 MOST = 'process_max_fds{job="gemma-gateway",instance="a"}'
 CONNECTIONS = 'gateway_connections{instance="a",listener="applications"}'
 CONNECTIONS_MAX = 'gateway_connections_max{instance="a",listener="applications"}'
+REFUSED = 'gateway_attempts_total{instance="a",backend="light-0",outcome="busy"}'
+TAKEN = 'gateway_attempts_total{instance="a",backend="light-0",outcome="ok"}'
 STATE = 'gateway_backend_state{instance="a",backend="light-0",state="%s"}'
 SERVED = 'gateway_class_served{instance="%s",model="m",traffic_class="%s"}'
 DRAINED = 'gateway_backend_drained{instance="a",backend="light-0"}'
@@ -250,6 +252,17 @@ CASES = [
         {HANGS: "0x40 1x2 2x2 3x10", EJECTIONS: "0x40 1x2 2x14", **CONFIGURED},
         55.5,
         "light-0 was ejected or hung 5 times in half an hour",
+        LIGHT,
+    ),
+    Case("GatewayBackendRefuses", {REFUSED: "0+6x60", TAKEN: "0+100x60", **CONFIGURED}, 40),
+    Case("GatewayBackendRefuses", {REFUSED: "0+1x60", **CONFIGURED}, 40),
+    Case("GatewayBackendRefuses", {REFUSED: "0+60x60", DRAINED: "1x60"}, 40),
+    Case("GatewayBackendRefuses", {REFUSED: "0+60x30 1800x30", TAKEN: "0+100x60", **CONFIGURED}, 50),
+    Case(
+        "GatewayBackendRefuses",
+        {REFUSED: "0+60x60", TAKEN: "0+240x60", **CONFIGURED},
+        40,
+        "light-0 refuses 20% of its requests because of load",
         LIGHT,
     ),
     Case("GatewayBackendRestarts", {RESTARTS: "0x10 1x20", **CONFIGURED}, 25.5),

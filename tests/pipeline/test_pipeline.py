@@ -32,7 +32,7 @@ from support.world import (
 from gateway.core import admission
 from gateway.core.answers import MESSAGE_CHARS_MAX
 from gateway.core.backends import Backend, Capacity, KneeStep, Modalities, Pool, Timeouts
-from gateway.core.blame import PAUSE_S, REPEATED_S
+from gateway.core.blame import PAUSE_S, REFUSED_S, REPEATED_S
 from gateway.core.decision import Exclusion
 from gateway.core.errors import (
     BackendRejected,
@@ -480,6 +480,78 @@ async def test_one_in_doubt_is_not_passed_over_for_a_replica_that_takes_nothing(
         await world.run(world.request(), members={"user": text})
 
     assert [target.backend.id for target in world.upstream.targets] == ["light-0", "push"] * 4
+
+
+BUSY_ANSWER = b'{"error":{"message":"The request queue is full."}}'
+
+
+def asked(world: World) -> list[str]:
+    return [target.backend.id for target in world.upstream.targets]
+
+
+async def test_one_that_refuses_gets_no_others_for_a_moment(world: World) -> None:
+    """Otherwise it would have the most room, and every request would go there first."""
+    world.answers(light_0=Script([BUSY_ANSWER], status=503), light_1=GOOD)
+    await world.run(world.request())
+    world.answers(light_1=GOOD)
+    await world.run(world.request())
+    assert asked(world) == ["light-0", "light-1", "light-1"]
+    decision = world.notes.requests[-1].decision
+    assert decision is not None
+    (passed_over,) = [one for one in decision.candidates if one.backend == "light-0"]
+    assert passed_over.excluded is Exclusion.UNHEALTHY
+    assert passed_over.detail == "it has just refused a request because of load"
+
+    world.clock.time += REFUSED_S
+    world.answers(light_0=Script([BUSY_ANSWER], status=429), light_1=GOOD)
+    await world.run(world.request())
+    assert asked(world)[3:] == ["light-0", "light-1"]
+
+
+async def test_one_that_refuses_has_room_when_it_has_completed_a_request(world: World) -> None:
+    world.policy = patient(WIDE, 60.0)
+    world.pipeline.policy_changed()
+    ends = anyio.Event()
+    world.answers(light_0=Script([ROLE + HELLO, ends, STOP + DONE]))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request())
+        await anyio.wait_all_tasks_blocked()
+        held = [*await fill(world, "light-1", 6), *await fill(world, "push", 8)]
+        world.answers(light_0=Script([BUSY_ANSWER], status=503), light_1=GOOD)
+        await world.run(world.request())
+        held += await fill(world, "light-1", 2)
+        world.answers(light_0=GOOD)
+        tasks.start_soon(world.run, world.request())
+        await anyio.wait_all_tasks_blocked()
+        assert asked(world) == ["light-0", "light-0", "light-1"]
+        ends.set()
+    assert asked(world)[3:] == ["light-0"]
+    for slot in held:
+        await world.ledger.release(slot)
+
+
+async def test_who_waits_for_one_that_refuses_starts_there_a_moment_later(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "REFUSED_S", 0.2)
+    world.policy = patient(POLICY, 60.0)
+    world.pipeline.policy_changed()
+    world.answers(light_0=Script([BUSY_ANSWER], status=503), light_1=GOOD)
+    await world.run(world.request())
+    held = [*await fill(world, "light-1"), *await fill(world, "push")]
+    world.answers(light_0=GOOD)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request())
+        with anyio.fail_after(10):
+            await anyio.wait_all_tasks_blocked()
+            assert asked(world) == ["light-0", "light-1"]
+            world.clock.time += REFUSED_S  # before the look that the refusal has planned
+            while len(world.notes.requests) < 2:
+                await anyio.lowlevel.checkpoint()
+    assert asked(world)[2:] == ["light-0"]
+    for slot in held:
+        await world.ledger.release(slot)
 
 
 async def test_one_in_doubt_is_tried_by_few_at_a_time(world: World) -> None:
