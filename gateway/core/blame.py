@@ -66,7 +66,7 @@ class Blame:
 
 REFUSED_S = 1.0
 """How long a backend that has refused a request because of load gets no others, unless it completes one.
-A choice: one refusal a second costs next to nothing, and an engine whose own queue was full has room by then."""
+A choice: one refusal a second costs little, and an engine whose own queue was full has room by then."""
 
 IN_DOUBT: Objection = (
     Exclusion.UNHEALTHY,
