@@ -114,6 +114,11 @@ class RequestRecord:
     asked: RequestFeatures | None = None
 
     @property
+    def read_s(self) -> float | None:
+        """Seconds until its body had been received, decoded and counted; None if it never was."""
+        return None if self.estimated_at is None else self.estimated_at - self.received_at
+
+    @property
     def queue_s(self) -> float | None:
         """Seconds that it waited for its first slot; None if it got none."""
         if self.admitted_at is None or self.estimated_at is None:

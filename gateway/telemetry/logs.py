@@ -57,6 +57,10 @@ QUEUED_S = 0.01
 """Waits for a slot that are shorter are not written. A choice: a request that starts at once takes its slot
 in less, from a store too, and no such wait explains a slow answer."""
 
+READ_S = 0.1
+"""Times to receive, decode and count a body that are shorter are not written. A choice: one of 2 MB that
+comes at once takes half of that (docs/performance.md), and no such time explains a slow answer."""
+
 _LEVELS = {Ending.FAILED: logging.ERROR, Ending.BROKEN: logging.ERROR, Ending.SHED: logging.WARNING}
 
 
@@ -537,7 +541,7 @@ def request_fields(record: RequestRecord) -> dict[str, Any]:
 
     Values that do not apply are left out.
     """
-    decision, usage, first = record.decision, record.usage, record.first_byte_at
+    decision, usage = record.decision, record.usage
     fields: dict[str, Any] = {"event": "request", "id": record.id}
     if record.trace:
         fields["trace"] = f"{record.trace.own.trace_id:032x}"
@@ -565,12 +569,19 @@ def request_fields(record: RequestRecord) -> dict[str, Any]:
         fields["prompt_tokens"] = usage.prompt_tokens
         fields["output_tokens"] = usage.completion_tokens
     fields["stream"] = record.stream
+    _add_times(fields, record)
+    return fields
+
+
+def _add_times(fields: dict[str, Any], record: RequestRecord) -> None:
+    received_at, first = record.received_at, record.first_byte_at
+    if (read_s := record.read_s) is not None and read_s >= READ_S:
+        fields["read_s"] = round(read_s, 4)
     if (queue_s := record.queue_s) is not None and queue_s >= QUEUED_S:
         fields["queue_s"] = round(queue_s, 4)
     if first is not None:
-        fields["first_token_s"] = round(first - record.received_at, 4)
-    fields["total_s"] = round(record.ended_at - record.received_at, 4)
-    return fields
+        fields["first_token_s"] = round(first - received_at, 4)
+    fields["total_s"] = round(record.ended_at - received_at, 4)
 
 
 @valueclass(frozen=True, slots=True)
@@ -582,10 +593,11 @@ class _Sentence:
     def __str__(self) -> str:
         fields = self.fields
         where = f"{fields.get('class', '-')} -> {fields.get('backend', '-')}"
+        read = f", read in {fields['read_s']:.2f} s" if "read_s" in fields else ""
         waited = f", waited {fields['queue_s']:.2f} s" if "queue_s" in fields else ""
         first = f", first token {fields['first_token_s']:.2f} s" if "first_token_s" in fields else ""
         tokens = f", {fields['estimate']} tokens" if "estimate" in fields else ""
         error = f" {fields['code']}" if "code" in fields else ""
         took = f"{fields['total_s']:.2f} s, {fields['ending']}"
         reason = f": {fields['reason']}" if "reason" in fields else ""
-        return f"{fields['status']}{error} {where}{tokens}{waited}{first}, {took}{reason}"
+        return f"{fields['status']}{error} {where}{tokens}{read}{waited}{first}, {took}{reason}"

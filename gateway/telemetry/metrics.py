@@ -345,8 +345,8 @@ class Metrics:
         self.requests.add((name, record.pool, record.backend, record.ending, record.error_code))
         if record.ending is Ending.HANDED_OVER:
             return  # it is counted when it runs
-        if record.estimated_at is not None:
-            self.estimating.observe((), record.estimated_at - record.received_at)
+        if (read_s := record.read_s) is not None:
+            self.estimating.observe((), read_s)
         if decision is None:
             return
         self.prompt_tokens.observe((name,), decision.estimate.tokens)

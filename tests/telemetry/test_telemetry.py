@@ -593,6 +593,13 @@ def test_a_request_that_did_not_wait_for_its_slot_says_nothing_of_it(admitted_at
     assert "queue_s" not in logs.request_fields(replace(RECORD, admitted_at=admitted_at))
 
 
+@pytest.mark.parametrize(("estimated_at", "read_s"), [(10.09, None), (12.5, 2.5), (None, None)])
+def test_a_request_whose_body_took_long_says_how_long(
+    estimated_at: float | None, read_s: float | None
+) -> None:
+    assert logs.request_fields(replace(RECORD, estimated_at=estimated_at)).get("read_s") == read_s
+
+
 @pytest.mark.usefixtures("_logging_as_it_was")
 @pytest.mark.parametrize(
     "record",
