@@ -322,7 +322,7 @@ class _Size:
     """The amount of text to count, as far as a quick look shows.
 
     Attributes:
-        chars: Characters that will certainly be counted: of a list of prompts, those of the longest.
+        chars: Its characters, with those that the template drops; of a list of prompts, those of the longest.
         bytes_max: Maximum size of all texts in UTF-8.
         texts: Number of texts examined; above INLINE_TEXTS there are more.
     """
