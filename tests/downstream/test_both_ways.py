@@ -4,6 +4,7 @@ Chance is the same each time. The other tests have what somebody thought of.
 """
 
 import re
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -15,6 +16,7 @@ from support.raw_server import LAST_CHUNK, answer_of, chunk
 from gateway.downstream.relay import BodyLimits
 
 CASES = 300
+CONNECTIONS = 40
 PAGE = "https://app.example.com"
 PATH = "/v1/chat/completions"
 BODY = chat()
@@ -61,6 +63,10 @@ OTHERS = (
     *("Content-Encoding: gzip", "Upgrade: h2c", "X-Gateway-Timeout-S: nan", "Prefer: wait=1", "TE: trailers"),
     *("X: \x01", "X\xe4: y", " X: y", "X : y", ": y", "X", "X: y\nZ: q", "X: y\rZ: q", "X: " + "y" * 5_000),
     *("Transfer-Encoding: chunked", "Transfer-Encoding: gzip", "Expect: x"),
+)
+ALIKE = (
+    *("User-Agent: a/1", "Content-Type: application/json", "Connection: keep-alive", "X:  spaced\t", "Y:"),
+    *("Accept: */*", f"Origin: {PAGE}", f"traceparent: 00-{'ab' * 16}-{'cd' * 8}-01", "X-\xc4: y"),
 )
 BODIES = (
     *(
@@ -131,13 +137,65 @@ async def outcome(site: Front, request: bytes) -> Any:
             following = None
     await site.idle()
     headers = sorted((name, CHANGING.get(name, value)) for name, value in got.headers)
+    return told(site, (got.status, headers, got.body, got.is_whole, following), recorded, asked)
+
+
+def told(site: Front, got: object, recorded: int, asked: int) -> str:
+    """Return what callers got, with what was recorded, and came to the backend, since there was that much."""
     records = [
         (one.ending, one.status, one.error_code, one.key, one.model, one.stream, one.trace)
         for one in site.notes.requests[recorded:]
     ]
-    told = site.backend.requests[asked:]
-    said = repr((got.status, headers, got.body, got.is_whole, following, records, told))
+    said = repr((got, records, site.backend.requests[asked:]))
     return re.sub(r"req-[0-9a-f]{32}|host: [0-9.]+:[0-9]+", "", said)
+
+
+def made_alike(dice: Random) -> list[bytes]:
+    """Return what an application sends on one connection: one head again and again, or with a byte changed.
+
+    Each has an answer, and some have two: none promises more bytes than it has.
+    """
+    fields = ["Host: gateway", f"Authorization: Bearer {KEY}", "Content-Length:{0}"]
+    fields += dice.sample(ALIKE, dice.choice((0, 1, 3)))
+    dice.shuffle(fields)
+    head = "\r\n".join([f"POST {PATH} HTTP/1.1", *fields, "", ""])
+    sent = []
+    for _ in range(dice.randint(2, 5)):
+        body, changed = dice.choice((BODY, BODY, *BODIES)), head
+        if dice.random() < 0.3:
+            at = dice.randrange(len(head))
+            if head[at] not in "{0}":
+                changed = head[:at] + dice.choice(("", "x", " ", ":", "\t", "\xe4", "\r\n")) + head[at + 1 :]
+        sent.append(changed.replace("{0}", f" {len(body)}").encode("latin-1") + body)
+    return sent
+
+
+async def outcomes(site: Front, sent: list[bytes]) -> Any:
+    """Return all that comes of requests on one connection, each sent when the one before it is answered."""
+    recorded, asked = len(site.notes.requests), len(site.backend.requests)
+    got: list[object] = []
+    async with site.caller() as caller:
+        with suppress(Closed, anyio.BrokenResourceError):
+            for request in sent:
+                answer = await caller.ask(request)
+                headers = sorted((name, CHANGING.get(name, value)) for name, value in answer.headers)
+                got.append((answer.status, headers, answer.body, answer.is_whole))
+    await site.idle()
+    return told(site, got, recorded, asked)
+
+
+async def test_requests_alike_on_a_connection_have_the_same_outcomes_on_both_ways() -> None:
+    dice = Random(2)
+    connections = [made_alike(dice) for _ in range(CONNECTIONS)]
+    found: list[list[str]] = []
+    taken = 0
+    for way in WAYS:
+        async with front(way, behave, limits=BodyLimits(bytes_max=5_000), origins=[PAGE]) as site:
+            found.append([await outcomes(site, sent) for sent in connections])
+            taken += site.taken
+
+    assert [(one, *both) for one, *both in zip(connections, *found, strict=True) if len(set(both)) > 1] == []
+    assert taken > CONNECTIONS  # some of a connection are recognized by the head before them
 
 
 async def test_what_chance_makes_has_the_same_outcome_on_both_ways() -> None:
