@@ -292,7 +292,7 @@ def offered(
         demand: What it asks for.
         shares: Per backend, the share of its conversation that the backend has seen.
     """
-    if not shares or len(candidates) < 2 or not _counts_cached(demand):
+    if not shares or len(candidates) < 2 or not counts_cached(demand):
         return candidates
     first, *others = candidates
     return first, *[one for one in others if not stay((first,), one, shares)[0]]
@@ -454,14 +454,14 @@ def _promising_in(
     kinds, backends = policy.kinds, policy.backends
     fit: dict[int | float, tuple[int, Case]] = {}  # (place, case) by place, or by -prefix_share for replicas
     leads: dict[float, Case] = {}  # the backends whose replicas are thinned out, by what counts as cached
-    counts_cached = _counts_cached(demand)
+    is_cached = counts_cached(demand)
     kind: int | None = None
     case: Case | None = None
     for place, name in enumerate(pool.backends, 1):
         view = views.get(name)
         if view is None:
             continue
-        cached = view.prefix_share if counts_cached else 0.0
+        cached = view.prefix_share if is_cached else 0.0
         lead = leads.get(cached)
         if (
             lead is not None
@@ -516,7 +516,7 @@ def consider(
         capacity, claim, most = before.capacity, before.claim, before.limits
     else:
         capacity = view.capacity
-        cached = view.prefix_share if _counts_cached(demand) else 0.0
+        cached = view.prefix_share if counts_cached(demand) else 0.0
         work_s = admission.prefill_s(view.backend, demand, cached)
         claim = admission.claim(capacity, demand, pool.gates, work_s, cached)
         most = admission.limits(capacity, claim, pool.gates, view.share_max, view.kv_taken)
@@ -533,7 +533,7 @@ def consider(
     return Case(demand, view, capacity, pool, claim, most, tightened)
 
 
-def _counts_cached(demand: Demand) -> bool:
+def counts_cached(demand: Demand) -> bool:
     """Return whether what a backend has seen of a prompt counts as cached there.
 
     The share of it is one of bytes, which says little about the tokens where some of them are of an image.
@@ -546,7 +546,7 @@ def _are_alike(one: BackendView, other: BackendView, demand: Demand) -> bool:
     a, b = one.backend, other.backend
     return (
         a.capacity is b.capacity  # backends of one profile share the object
-        and (one.prefix_share == other.prefix_share or not _counts_cached(demand))
+        and (one.prefix_share == other.prefix_share or not counts_cached(demand))
         and admission.read_alike(a, b)
         and same_state(one, other)
     )
@@ -618,7 +618,7 @@ def _scored(fit: Sequence[Case], weights: Weights) -> list[_Scored]:
         used = (view.load.share + case.claim.share) / admission.WHOLE
         spare = 1 - used if used < 1 else 0.0
         affinity, saved_s = view.prefix_share, 0.0
-        if affinity and _counts_cached(case.demand):
+        if affinity and counts_cached(case.demand):
             saved_s = admission.prefill_s(view.backend, case.demand) - case.claim.prefill_ms / 1000
         # Some engines stall at certain prompt lengths while other requests run.
         slow = -min(1.0, used) if quirks and stalls(quirks, case.demand.prompt_tokens) else 0.0

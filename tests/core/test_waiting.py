@@ -960,6 +960,29 @@ def test_a_conversation_waits_for_its_busy_backend_as_long_as_that_pays(
     assert site.taken["turn"][0] == "push"
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Demand(seqs=1, prompt_tokens=900, total_tokens=1_000),
+        Demand(seqs=1, prompt_tokens=10_000, total_tokens=10_100, images=1),
+    ],
+    ids=["is-short", "has-an-image"],
+)
+def test_a_conversation_of_which_nothing_counts_as_cached_does_not_wait_for_a_faster_backend(
+    asked: Demand,
+) -> None:
+    site = two_that_read(Site())
+    slower = replace(READ_IN_A_SECOND, t_tok=2e-4)
+    site.backends["light"] = replace(site.backends["light"], modalities=Modalities(images_max=None))
+    site.backends["push"] = replace(site.backends["push"], perf=slower)
+    site.policy = replace(site.policy, backends=site.backends)
+    site.loads["light"] = Load(1, 1_000_000)
+    site.enter("turn", traffic_class=PATIENT, demand=asked, prefix_shares={"light": 0.8})
+
+    assert site.start() == ["turn"]
+    assert site.taken["turn"][0] == "push"
+
+
 def test_what_a_conversation_waits_before_another_has_room_costs_it_nothing() -> None:
     """With more callers than slots, all wait for longer than a prefill takes before any slot is free."""
     site = two_that_read(Site())
@@ -3375,6 +3398,17 @@ def test_who_does_not_wait_for_the_gate_is_not_told_to(
     site.turn(1.0)
 
     assert site.wait_s(10.0, **asked) == (None if not wait_s else pytest.approx(wait_s))
+
+
+def test_a_document_with_images_waits_for_the_gate_whatever_its_backend_has_seen_of_it() -> None:
+    site = Library()
+    site.document("read-now", 0.0, 40_000)
+    site.start()
+    site.document("second", 1.0, 20_000)
+    site.turn(1.0)
+
+    asked = Demand(seqs=1, prompt_tokens=80_000, total_tokens=80_100, images=1)
+    assert site.wait_s(10.0, demand=asked, prefix_shares={"push": 0.9}) == pytest.approx(30 + 20)
 
 
 def test_a_document_that_its_backend_has_lost_is_read_as_a_whole_before_others() -> None:

@@ -148,7 +148,7 @@ class Room:
         """
         ticket = entry.ticket
         shares, name = ticket.prefix_shares, (ticket.model, ticket.traffic_class.name)
-        if not shares or self._staying[name] >= STAYING_MAX:
+        if not shares or self._staying[name] >= STAYING_MAX or not selection.counts_cached(ticket.demand):
             return False
         # Also one that could take it, but is held for another.
         busy = [one for one in ranked if _is_waited_for(one) or (_is_able(one) and one not in free)]

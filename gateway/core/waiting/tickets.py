@@ -82,7 +82,9 @@ class Ticket:
         """
         if not self.is_long:
             return 0.0
-        pool, fresh = self.reading_pool, 1 - max(self.prefix_shares.values(), default=0.0)
+        pool, fresh = self.reading_pool, 1.0
+        if selection.counts_cached(self.demand):
+            fresh -= max(self.prefix_shares.values(), default=0.0)
         is_short = fresh * self.demand.prompt_tokens < pool.gates.long_prompt_tokens
         if is_short or pool.gates.long_prefills is None:
             return 0.0
