@@ -53,6 +53,6 @@ class SwapTracker:
         if box.state not in (State.RESIDENT, State.FAILED):
             return None
         began, self._under_way = self._under_way, None
-        if began is None or box.state is State.FAILED or began.target != box.backend:
+        if began is None or began.target != box.backend:  # a failed box has no backend
             return None
         return Swap(box.backend, SwapCause.of(began.cause), max(0.0, box.since - began.since))
