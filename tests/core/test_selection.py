@@ -175,6 +175,23 @@ def test_a_slow_box_waits_behind_a_fast_one_in_its_pool() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rates", "speeds"),
+    [
+        pytest.param((50.0, 100.0), (0.5, 1.0), id="of-the-fastest"),
+        pytest.param((50.0, None), (1.0, 1.0), id="one-that-is-not-known-counts-as-that"),
+        pytest.param((None, None), (1.0, 1.0), id="none-is-known"),
+    ],
+)
+def test_speed_is_a_part_of_the_fastest_in_the_pool(
+    rates: tuple[float | None, ...], speeds: tuple[float, ...]
+) -> None:
+    slow, fast = (view(backend(f"light-{at}", tokens_per_s=rate)) for at, rate in enumerate(rates))
+    found = {one.backend: one for one in selection.rank(policy(), CHAT, SHORT, fleet(slow, fast))}
+
+    assert tuple(found[f"light-{at}"].scores["speed"] for at in range(2)) == speeds
+
+
+@pytest.mark.parametrize(
     ("prompt_tokens", "seqs", "first"),
     [
         pytest.param(1_792, 6, "light-0", id="just-below"),
@@ -299,6 +316,13 @@ KV = Capacity(
             id="engine-drains",
         ),
         pytest.param(
+            view(backend("light-0"), status=BackendStatus(state=State.DRAINING, reason="answers 503")),
+            SHORT,
+            Exclusion.DRAINING,
+            "answers 503",
+            id="engine-drains-and-says-why",
+        ),
+        pytest.param(
             view(backend("light-0"), status=BackendStatus(state=State.EJECTED, reason="3 failures")),
             SHORT,
             Exclusion.UNHEALTHY,
@@ -406,6 +430,16 @@ def test_a_backend_that_left_the_configuration_is_left_out() -> None:
     views = {name: view for name, view in fleet().items() if name != "light-0"}
 
     assert ranked(views) == ["light-1", "push"]
+
+
+def test_what_a_backend_that_left_has_seen_of_a_conversation_counts_no_more() -> None:
+    views = selection.with_shares(fleet(), {"light-1": 0.5, "gone": 0.9})
+
+    assert {name: one.prefix_share for name, one in views.items()} == {
+        "light-0": 0.0,
+        "light-1": 0.5,
+        "push": 0.0,
+    }
 
 
 def test_a_backend_in_two_pools_is_considered_once() -> None:
@@ -820,10 +854,11 @@ def named(views: tuple[BackendView, ...], rates: tuple[float | None, ...]) -> di
         pytest.param(DOCUMENT, ["light-1"], id="text"),
         # One picture may be most of the bytes, and few of the tokens.
         pytest.param(replace(DOCUMENT, images=1), [], id="with-a-picture"),
+        pytest.param(replace(DOCUMENT, audios=1), [], id="with-a-recording"),
     ],
 )
 def test_a_long_conversation_starts_beside_others_where_it_is_cached(asked: Demand, free: list[str]) -> None:
-    sees = Modalities(images_max=None)
+    sees = Modalities(images_max=None, audios_max=None)
     seen = {
         name: view(backend(name, modalities=sees), 1, prefix_share=share)
         for name, share in (("light-0", 0.0), ("light-1", 1.0))

@@ -194,12 +194,27 @@ def test_since_when_a_swap_is_due_though_those_who_wait_give_up(
     assert due_since(RULES, here, NOW) == expected
 
 
-@pytest.mark.parametrize(("due_s", "expected"), [(1_199, True), (1_200, False)])
+@pytest.mark.parametrize(("barred", "expected"), [({"qwen", "phi"}, None), (set(), NOW)])
+def test_a_swap_is_due_if_one_of_the_others_that_may_come_in_is_wanted(
+    barred: set[str], expected: float | None
+) -> None:
+    here = Residency("gemma", 0, 0, NOW, {"phi": Backlog(2, NOW)}, frozenset(barred))
+    assert due_since(RULES, here, NOW) == expected
+
+
+@pytest.mark.parametrize(
+    ("due_s", "waited_s", "expected"),
+    [
+        pytest.param(1_199, 500, True, id="due-for-a-while"),
+        pytest.param(1_200, 500, False, id="due-for-too-long"),
+        pytest.param(600, 1_200, False, id="one-has-waited-for-too-long"),
+    ],
+)
 def test_a_swap_is_called_off_no_longer_than_that_though_those_who_wait_for_it_give_up(
-    due_s: float, expected: bool
+    due_s: float, waited_s: float, expected: bool
 ) -> None:
     """So the oldest request for the other model never gets old."""
-    wants = {"qwen": Backlog(6, NOW - 500), "gemma": Backlog(4, NOW)}
+    wants = {"qwen": Backlog(6, NOW - waited_s), "gemma": Backlog(4, NOW)}
     here = Residency("gemma", 0, 0, NOW, wants, served_at=NOW, due_at=NOW - due_s)
     assert should_cancel(RULES, here, Plan(Cause.JOBS, "qwen", NOW), NOW) is expected
 

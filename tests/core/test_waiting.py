@@ -1113,6 +1113,17 @@ def test_a_conversation_that_has_waited_for_its_backend_starts_there_although_an
     assert site.taken["turn"][0] == "light"
 
 
+def test_a_conversation_that_has_waited_for_a_backend_in_doubt_by_now_starts_on_another() -> None:
+    site = two_that_read(Site())
+    site.loads = {"light": Load(1, 1_000_000), "push": Load()}
+    site.enter("turn", traffic_class=PATIENT, prompt=10_000, prefix_shares={"light": 0.9})
+    assert site.start(0.1) == []
+
+    site.loads["light"], site.status["light"] = Load(), replace(UP, state=State.PROBATION)
+    assert site.start(0.2) == ["turn"]
+    assert site.taken["turn"][0] == "push"
+
+
 def test_who_waits_learns_that_a_backend_has_lost_its_conversation() -> None:
     site = two_that_read(Site())
     site.loads["light"], site.loads["push"] = Load(1, 1_000_000), Load(1, 125_000)
@@ -1525,6 +1536,15 @@ def test_a_large_request_that_waits_is_told_to_others_after_a_second() -> None:
     assert site.start(2.0) == ["large"]
 
     assert site.line.blocked_here(2.0) == {}
+
+
+def test_of_two_large_ones_the_one_that_comes_first_is_told() -> None:
+    site = of_two()
+    three = Demand(seqs=3, prompt_tokens=100, total_tokens=200)
+    site.enter("second", 0.5, demand=three, traffic_class=PATIENT)
+    assert site.start(0.5) == []
+
+    assert site.line.blocked_here(2.0) == {"light": Blocked(2.0, Load(seqs=4, share=1_000_000))}
 
 
 @pytest.mark.parametrize("is_job", [False, True])
@@ -2425,6 +2445,7 @@ def test_each_backend_of_a_pool_is_wanted_by_those_it_could_take_and_has_not_fai
     site.line.enter(failed, 40.0, has_waited=True)
 
     wanted = site.line.wants({"light", "push", "other"})
+    assert site.line.wants({"light"}) == {"light": wanted["light"]}  # push is of no box
 
     assert wanted == {"light": Backlog(4, 10.0), "push": Backlog(4, 5.0), "other": Backlog()}
 
@@ -2516,6 +2537,23 @@ def test_who_waits_for_the_end_of_a_prefill_is_not_refused_on_a_forecast_of_slot
 
     site.answered("read-now")
     assert site.start(62.0) == ["next"]
+
+
+def test_nor_are_those_that_wait_for_the_same_prompt_work() -> None:
+    site = Site(knee=4)
+    site.backends["light"] = replace(site.backends["light"], perf=READ_IN_A_SECOND)
+    gated = Pool("light", ("light",), gates=Gates(prefill_s=0.5))
+    pools = {**site.policy.pools, "light": gated}
+    site.policy = replace(site.policy, pools=pools, backends=site.backends)
+    drained(site, 60.0)
+    site.loads["light"] += Load(prefill_ms=600)
+    for name in ("first", "second"):
+        assert site.enter(name, 660.0) is None
+
+    turn = site.turn(660.0)
+    assert (turn.offers, turn.refused) == ([], [])
+    site.loads["light"] -= Load(prefill_ms=600)
+    assert site.start(661.0) == ["first", "second"]
 
 
 @pytest.mark.parametrize("holds", [True, False], ids=["held", "its-slot-was-gone"])
@@ -3249,6 +3287,24 @@ def test_what_starts_beside_a_document_does_not_make_it_take_longer(asked: Mappi
     site.start(35.0)
 
     assert site.wait_s(35.0) == pytest.approx(5 + 20)
+
+
+def test_a_document_that_starts_before_a_chat_keeps_the_next_chat_from_spilling_no_longer() -> None:
+    site = Library(push=2)
+    site.document("read-now", 0.0, 40_000, traffic_class=replace(LONG, priority=1))
+    for name in ("chat", "spills"):
+        site.enter(name, traffic_class=CHAT)
+    assert site.turn().next_turn_at == 0.0
+
+
+def test_a_document_is_read_where_it_has_started_though_another_was_offered_first() -> None:
+    site = Library(push=2)
+    site.document("read-now", 0.0, 40_000)
+    (offer,) = site.turn().offers
+    assert [one.backend for one in offer.candidates] == ["push", "push-1"]
+    site.line.started("read-now", "push-1", 0.0)
+
+    assert site.line.reading_here(10.0) == {"push-1": pytest.approx(30)}
 
 
 def test_where_two_are_read_at_once_a_third_waits_for_the_first_of_them() -> None:
