@@ -123,6 +123,8 @@ class _Kept:
     has_heard: bool = False  # the board has replied at least once
     heard_at: float = 0.0  # when it last did, monotonic seconds
     is_away: bool = False  # the board did not reply in the last round
+    told: str = ""  # the state on the board as last read
+    told_box: Box | None = None  # what it says: its ages count from when it was first read
     entered_at: float = 0.0  # when this process learned of the current state, monotonic seconds
     is_seen: bool = False  # since then, the resident model has passed a health check here
     reports: list[Event] = field(default_factory=list)
@@ -316,7 +318,9 @@ class BoxController:
         kept.others = _summed(one.wants for one in notes)
         gained = reply.fence and reply.fence != kept.fence
         if (gained or not reply.fence) and reply.state:
-            kept.box = read(reply.state, now) or kept.box
+            if reply.state != kept.told:  # an owner that has died says nothing new
+                kept.told, kept.told_box = reply.state, read(reply.state, now)
+            kept.box = kept.told_box or kept.box
             kept.swaps.observe(kept.box)  # a swap is counted by the owner that completes it
         kept.fence = reply.fence
         if not kept.fence:

@@ -584,6 +584,24 @@ async def test_who_takes_over_a_box_that_it_has_watched_goes_on_serving() -> Non
         tasks.cancel_scope.cancel()
 
 
+async def test_a_box_grows_older_while_its_owner_is_silent() -> None:
+    machine = Machine()
+    since = machine.now - 100
+    other = await say(machine, Box(State.RESIDENT, since, backend="qwen", resident_since=since))
+    one = Process(machine)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one.controller.run)
+        await one.is_at(State.RESIDENT, "qwen")
+        machine.now += 15  # it has died: its ownership expires
+        for _ in range(2):
+            await one.another_look()
+        assert (one.snapshot.box.since, one.snapshot.box.resident_since) == (since, since)
+        await other.leave("spark")
+        await one.until(lambda: one.snapshot.is_owner)
+        assert (one.snapshot.box.since, one.snapshot.box.resident_since) == (since, since)
+        tasks.cancel_scope.cancel()
+
+
 @pytest.mark.parametrize("is_watched", [False, True])
 async def test_a_boot_that_another_gateway_began_says_nothing_of_how_long_the_next_takes(
     is_watched: bool,
