@@ -36,12 +36,11 @@ _LEAST_S, _MOST_S = 1e-4, 1e5
 class DurationHistogram:
     """Histogram of durations, bounded to 240 bins between 0.1 ms and a day."""
 
-    __slots__ = ("_bins", "count")
+    __slots__ = ("_bins",)
 
     def __init__(self) -> None:
         """Start empty."""
         self._bins: dict[int, int] = {}
-        self.count = 0
 
     def add(self, seconds: float) -> None:
         """Count one duration."""
@@ -49,7 +48,6 @@ class DurationHistogram:
             seconds = min(max(seconds, _LEAST_S), _MOST_S)
         bin_number = floor(BINS_PER_DOUBLING * log2(seconds))
         self._bins[bin_number] = self._bins.get(bin_number, 0) + 1
-        self.count += 1
 
 
 def quantiles(histograms: Iterable[DurationHistogram]) -> tuple[float, ...] | None:
@@ -98,11 +96,10 @@ class _Slice:
 
 @valueclass(frozen=True, slots=True)
 class _Point:
-    """One point of a backend's lines: p50 and p95, None without data, and the number of requests."""
+    """One point of a backend's lines: p50 and p95, None without data."""
 
     ttft: tuple[float, ...] | None = None
     tpot: tuple[float, ...] | None = None
-    count: int = 0
 
 
 _NO_POINT = _Point()
@@ -115,14 +112,12 @@ class Lines:
     Attributes:
         ttft_p50, ttft_p95: Time to first token from the request's arrival, as the caller sees it.
         tpot_p50, tpot_p95: Time per output token after the first.
-        count: Number of requests behind the last point.
     """
 
     ttft_p50: tuple[float | None, ...]
     ttft_p95: tuple[float | None, ...]
     tpot_p50: tuple[float | None, ...]
     tpot_p95: tuple[float | None, ...]
-    count: int
 
 
 @valueclass(frozen=True, slots=True)
@@ -130,13 +125,11 @@ class History:
     """History of the last minutes.
 
     Attributes:
-        slice_s: Seconds per slice.
         lines: Percentiles per backend that has streamed an answer.
         flows: How many requests of each kind ended in the last `flow_s` seconds.
         flow_s: See `flows`.
     """
 
-    slice_s: float
     lines: Mapping[str, Lines]
     flows: Sequence[tuple[Flow, int]]
     flow_s: float
@@ -179,7 +172,6 @@ class Recent:
                 for kind, count in one.flows.items():
                     flows[kind] = flows.get(kind, 0) + count
         return History(
-            slice_s=SLICE_S,
             lines={
                 name: _lines([points[number].get(name, _NO_POINT) for number in numbers]) for name in names
             },
@@ -211,8 +203,7 @@ def _points(held: Mapping[int, _Slice], number: int) -> Mapping[str, _Point]:
     for name in {name for one in span for name in one.ttft}:
         ttft = [one.ttft[name] for one in span if name in one.ttft]
         tpot = [one.tpot[name] for one in span if name in one.tpot]
-        count = sum(one.count for one in ttft)
-        found[name] = _Point(quantiles(ttft), quantiles(tpot), count)
+        found[name] = _Point(quantiles(ttft), quantiles(tpot))
     return found
 
 
@@ -222,5 +213,4 @@ def _lines(points: Sequence[_Point]) -> Lines:
         ttft_p95=tuple(None if point.ttft is None else point.ttft[1] for point in points),
         tpot_p50=tuple(None if point.tpot is None else point.tpot[0] for point in points),
         tpot_p95=tuple(None if point.tpot is None else point.tpot[1] for point in points),
-        count=points[-1].count,
     )

@@ -76,7 +76,7 @@ def test_there_are_few_bins_whatever_comes() -> None:
     spread.add(0.0)
 
     assert len(spread._bins) <= 241
-    assert spread.count == 4001
+    assert sum(spread._bins.values()) == 4001
     assert quantiles([DurationHistogram()]) is None
 
 
@@ -91,10 +91,8 @@ def test_a_point_speaks_for_the_last_slices() -> None:
     assert lines.ttft_p95[-2] == pytest.approx(0.1, rel=0.05)
     assert lines.ttft_p95[-1] == pytest.approx(4.0, rel=0.05)
     assert lines.tpot_p50[-1] == pytest.approx(0.1, rel=0.05)
-    assert lines.count == 2
     later = recent.history(1000.0 + SPAN_SLICES * SLICE_S).lines["light"]
     assert later.ttft_p50[-1] == pytest.approx(4.0, rel=0.05)  # only the second
-    assert later.count == 1
 
 
 def test_what_is_old_is_forgotten() -> None:
