@@ -20,7 +20,6 @@ export function showFlow(history) {
     return;
   }
   const links = joined(history.flows);
-  const total = links.reduce((sum, link) => sum + link.count, 0);
   const sources = side(links, (link) => link.from);
   const targets = side(links, (link) => link.to);
   const most = Math.max(sources.length, targets.length);
