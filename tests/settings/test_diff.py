@@ -94,6 +94,15 @@ def set_at(*path: Any) -> Edit:
             ("model gemma-4: class long is gone",),
         ),
         (
+            lambda data: data["models"]["gemma-4"]["classes"].append({"class": "rest", "pools": ["push"]}),
+            ("model gemma-4: class rest is new",),
+        ),
+        (set_at("models", "gemma-4", "aliases", ["gemma"]), ("model gemma-4: aliases [] -> [gemma]",)),
+        (
+            set_at("pools", "push", {"backends": ["push"], "tpot_target_ms": 40}),
+            ("pool push: tpot_target_ms none -> 40",),
+        ),
+        (
             set_at("models", "other", {"classes": [{"class": "all", "pools": ["push"]}]}),
             ("model other is new: all",),
         ),
