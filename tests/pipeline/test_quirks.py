@@ -70,6 +70,18 @@ async def test_a_stream_becomes_the_one_answer_that_was_asked_for(world: World) 
     assert world.notes.attempts[0].outcome is Outcome.OK
 
 
+@pytest.mark.parametrize("end", [STOP + USAGE, STOP + USAGE.rstrip()])
+async def test_a_stream_may_end_without_saying_so_once_its_answer_is_whole(world: World, end: bytes) -> None:
+    give(world, "tool_markup_leaks")
+    world.answers(light_0=Script([ROLE + HELLO, end]))
+
+    caller = await world.run(world.request(stream=False, tools=1))
+
+    assert json.loads(caller.body)["choices"][0]["message"]["content"] == "hello"
+    record = world.notes.requests[0]
+    assert (record.ending, record.usage) == (Ending.COMPLETED, Usage(101, 2))
+
+
 async def test_one_that_breaks_off_is_asked_for_elsewhere_though_it_had_begun(world: World) -> None:
     give(world, "tool_markup_leaks")
     world.answers(light_0=Script([ROLE + HELLO]), light_1=Script([ROLE + HELLO, STOP, DONE]))
