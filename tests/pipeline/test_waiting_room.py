@@ -419,6 +419,28 @@ async def test_who_is_decided_anew_keeps_what_it_has_waited_and_is_not_refused()
         tasks.cancel_scope.cancel()
 
 
+async def test_a_place_that_is_granted_after_the_policy_has_changed_is_given_back() -> None:
+    ledger = Asked()
+    world = World(ledger)
+    world.answers(light_0=Script([ROLE + HELLO, STOP, DONE]), push=Script([ROLE + HELLO, STOP, DONE]))
+    (model,) = POLICY.models
+    elsewhere = TrafficClass("chat", ("push",))
+
+    with anyio.fail_after(3):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(world.pipeline.room.run)
+            async with anyio.create_task_group() as asking:
+                asking.start_soon(arrive, world, 1)
+                await anyio.wait_all_tasks_blocked()
+                world.policy = replace(POLICY, models=(replace(model, classes=(elsewhere,)),))
+                world.pipeline.policy_changed()
+                ledger.may_answer.set()
+            tasks.cancel_scope.cancel()
+
+    assert [attempt.backend for attempt in world.notes.attempts] == ["push"]
+    assert set(ledger.loads().values()) <= {Load()}
+
+
 async def test_who_was_demoted_stays_behind_when_the_policy_changes() -> None:
     """Who has come since would be told of a longer wait, and might be refused."""
     world = World(TakenElsewhere())
