@@ -754,6 +754,33 @@ async def test_a_box_that_drains_serves_again_once_its_store_was_away_for_too_lo
         assert (one.snapshot.is_owner, machine.orders) == (True, ["stop qwen", "start gemma"])
 
 
+async def test_the_one_model_that_is_in_serves_though_the_store_was_never_there() -> None:
+    machine = Machine(is_away=True)
+    one = Process(machine, board=BoardAway(machine))
+    async with at_work(one):
+        await one.is_at(State.RESIDENT, "qwen")
+        assert not one.snapshot.is_owner
+        machine.is_away = False
+        await one.until(lambda: one.snapshot.is_owner and one.at == (State.RESIDENT, "qwen"))
+        await one.is_due_to_swap()
+        await one.is_at(State.RESIDENT, "gemma")
+        assert (one.snapshot.is_owner, machine.orders) == (True, ["stop qwen", "start gemma"])
+
+
+async def test_where_two_models_are_in_none_serves_before_the_store_was_there() -> None:
+    machine = Machine(is_away=True, inside={"gemma", "qwen"})
+    one = Process(machine, board=BoardAway(machine))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one.controller.run)
+        await one.another_look()
+        await one.another_look()
+        assert one.snapshot.box.state is State.UNKNOWN
+        machine.is_away = False
+        await one.until(lambda: one.snapshot.box.state is State.RESIDENT)
+        assert (len(machine.inside), one.snapshot.is_owner) == (1, True)
+        tasks.cancel_scope.cancel()
+
+
 async def test_a_report_waits_for_a_store_that_is_away_without_asking_it_all_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
