@@ -123,7 +123,7 @@ def _base_url(written: str) -> str:
         raise ValueError("no credentials in URLs; name the key with api_key_env or api_key_file")
     if _OF_THE_API.search(url.path):
         raise ValueError("leave /v1 out: the gateway appends it")
-    if url.query or url.fragment:
+    if "?" in written or "#" in written:  # empty ones, too, take up what is appended
         raise ValueError("only scheme, host, port and path: what it asks for is appended")
     if not _BASE_PATH.fullmatch(url.path) or {".", ".."} & set(url.path.split("/")):
         raise ValueError("a path consists of letters, digits, `-`, `.`, `_`, `~` and escapes such as %20")

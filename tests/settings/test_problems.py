@@ -128,6 +128,8 @@ def test_what_is_no_origin(checked: Check, plain: str, written: str, message: st
         pytest.param(
             ("http://127.0.0.1:9001", "'http://h/api?a=b'"), "only scheme, host, port", id="a-query"
         ),
+        pytest.param(("http://127.0.0.1:9001", "'http://h?'"), "only scheme, host", id="an-empty-query"),
+        pytest.param(("http://127.0.0.1:9001", "'http://h/#'"), "only scheme, host", id="an-empty-fragment"),
         pytest.param(("http://127.0.0.1:9001", "http://host/a b"), "a path consists of", id="a-space"),
         pytest.param(("http://127.0.0.1:9001", "http://host/a/../b"), "a path consists of", id="dots"),
         pytest.param(("http://127.0.0.1:9001", "http://host//a"), "a path consists of", id="two-slashes"),
