@@ -14,7 +14,7 @@ from gateway.core.answers import (
     usage_of,
     verdict,
 )
-from gateway.core.errors import BackendRejected, UpstreamBusy, UpstreamError, UpstreamFailed
+from gateway.core.errors import BackendRejected, BodyRefused, UpstreamBusy, UpstreamError, UpstreamFailed
 from gateway.core.health import Outcome
 from gateway.core.usage import Usage
 
@@ -120,7 +120,11 @@ def test_of_an_error_that_was_cut_no_more_is_read_than_is_shown() -> None:
         (401, "Unauthorized", UpstreamFailed, Outcome.MISCONFIGURED),
         (403, "key revoked", UpstreamFailed, Outcome.MISCONFIGURED),
         (404, "The model `x` does not exist.", UpstreamFailed, Outcome.MISCONFIGURED),
+        (405, "Method Not Allowed", UpstreamFailed, Outcome.MISCONFIGURED),
+        (300, "", UpstreamFailed, Outcome.MISCONFIGURED),
         (302, "", UpstreamFailed, Outcome.MISCONFIGURED),
+        (399, "", UpstreamFailed, Outcome.MISCONFIGURED),
+        (408, "too slow", UpstreamBusy, Outcome.BUSY),
         (429, "slow down", UpstreamBusy, Outcome.BUSY),
         (503, "The engine is currently busy", UpstreamBusy, Outcome.BUSY),
         (500, "cannot schedule new futures after shutdown", UpstreamBusy, Outcome.DRAINING),
@@ -133,10 +137,15 @@ def test_of_an_error_that_was_cut_no_more_is_read_than_is_shown() -> None:
         (503, "image input is not supported - hint: ...", UpstreamBusy, Outcome.BUSY),
         (502, "bad gateway", UpstreamFailed, Outcome.FAILED),
         (204, "", UpstreamFailed, Outcome.FAILED),
+        (299, "", UpstreamFailed, Outcome.FAILED),
+        (499, "'input': 'is the shop shutting down?'", BackendRejected, Outcome.REJECTED),
+        (413, "", BodyRefused, Outcome.REJECTED),  # by a proxy: an engine says why
+        (400, "", BackendRejected, Outcome.REJECTED),
     ],
 )
 def test_whose_fault_a_status_is(status: int, message: str, kind: type[Exception], outcome: Outcome) -> None:
-    failure, seen = verdict(status, read_error(json.dumps({"error": {"message": message}}).encode()))
+    error = {"error": {"message": message}} if message else {}
+    failure, seen = verdict(status, read_error(json.dumps(error).encode()))
 
     assert type(failure) is kind
     assert seen is outcome
@@ -182,6 +191,33 @@ def test_so_is_one_that_is_too_long_for_sglang() -> None:
 
     assert (failure.status, failure.code) == (400, "context_length_exceeded")
     assert outcome is Outcome.REJECTED
+
+
+def test_so_is_one_whose_code_says_so() -> None:
+    failure, _ = verdict(400, read_error(b'{"error":{"message":"no","code":"context_length_exceeded"}}'))
+
+    assert (failure.status, failure.code) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (400, 400),
+        (413, 413),
+        (422, 422),
+        (429, 429),
+        (503, 503),
+        (401, None),
+        (404, None),
+        (500, None),
+        ("400", None),
+    ],
+)
+def test_which_status_is_believed_of_an_error_under_200(code: object, status: int | None) -> None:
+    error = error_of({"error": {"message": "x", "code": code}})
+
+    assert error is not None
+    assert error.status == status
 
 
 @pytest.mark.parametrize("param", ["max_tokens", "truncate_prompt_tokens"])
@@ -312,6 +348,11 @@ def test_a_usage_that_says_nothing(usage: object) -> None:
 
     assert answer is not None
     assert answer.usage is None
+
+
+@pytest.mark.parametrize("tokens", [0, TOKENS_MAX])
+def test_the_least_and_the_most_that_is_counted(tokens: int) -> None:
+    assert usage_of({"prompt_tokens": tokens, "completion_tokens": tokens}) == Usage(tokens, tokens)
 
 
 @pytest.mark.parametrize("tokens", [-1, TOKENS_MAX + 1, 10**400, "3", None])

@@ -113,6 +113,13 @@ def test_a_plain_chat_has_the_same_length_either_way(prompt: Prompt) -> None:
     assert plain_texts(prompt, COSTS, 1_000) == (None if is_other else same)
 
 
+def test_a_chat_is_short_up_to_the_limit() -> None:
+    prompt = chat(user("four", "four"), user("four"))
+
+    assert plain_texts(prompt, COSTS, 12) is not None
+    assert plain_texts(prompt, COSTS, 11) is None
+
+
 def test_a_thought_in_the_middle_leaves_what_stands_around_it() -> None:
     parts = pieces(chat(assistant(" a<|channel>b<channel|>c<channel|>d<|channel>e<|channel>f ")), COSTS)
 

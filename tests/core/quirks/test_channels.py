@@ -39,6 +39,7 @@ CASES = [
     pytest.param(EMPTY, ("", ""), id="nothing-else"),
     pytest.param(EMPTY + THOUGHT, ("The <b> caf\u00e9\n", "Loire"), id="an-empty-one-first"),
     pytest.param("<|channel>thought\nThe end", ("The end", ""), id="cut-in-the-thought"),
+    pytest.param("<|channel>tho", ("tho", ""), id="cut-in-its-name"),
     pytest.param("<|channel>thoughtless<channel|>x", ("less", "x"), id="no-line-end"),
     pytest.param("Loire", ("", "Loire"), id="no-markers"),
     pytest.param("<b>Loire</b>", ("", "<b>Loire</b>"), id="nearly"),
@@ -108,6 +109,43 @@ def test_once_the_answers_have_begun_nothing_more_is_looked_into() -> None:
     assert out.endswith(broken)
 
 
+def test_a_choice_that_thinks_when_another_answers_already() -> None:
+    wire = role() + role(1) + streamed("a") + streamed(*THOUGHT, index=1)
+
+    out, _ = through([channels(2)], [wire], choices=2)
+
+    assert said(out) == "a"
+    assert (said(out, "reasoning", index=1), said(out, index=1)) == ("The <b> caf\u00e9\n", "Loire")
+
+
+@pytest.mark.parametrize("index", [-1, 1])
+def test_a_choice_that_was_not_asked_for_is_left_alone(index: int) -> None:
+    wire = streamed(THOUGHT, index=index)
+
+    assert through([channels()], [wire])[0] == wire
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        pytest.param({"reasoning": "So. "}, {"reasoning": "So. hm"}, id="behind-what-was-told"),
+        pytest.param({"reasoning_content": None}, {"reasoning_content": "hm"}, id="under-the-engine-s-name"),
+        pytest.param(
+            {"reasoning_content": None, "reasoning": None},
+            {"reasoning_content": None, "reasoning": "hm"},
+            id="under-the-newer-name-of-two",
+        ),
+    ],
+)
+def test_where_a_thought_is_told(given: dict[str, Any], told: dict[str, Any]) -> None:
+    message = {"content": "<|channel>thought\nhm<channel|>Loire", **given}
+    body = json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
+
+    mended, _ = mend_whole([channels()], body)
+
+    assert json.loads(mended)["choices"][0]["message"] == {"content": "Loire", **told}
+
+
 def test_a_thought_nobody_wants_to_see() -> None:
     out, _ = through([channels(include_reasoning=False)], [ended(THOUGHT)])
 
@@ -149,6 +187,9 @@ MARKED: Changes = {("skip_special_tokens",): False}
         ),
         pytest.param("stale_chat_template", {}, {}, [Channels], id="stale"),
         pytest.param("stale_chat_template", {"thinking": True}, {}, [], id="stale-and-thinks"),
+        pytest.param(
+            "stale_chat_template", {"endpoint": Endpoint.COMPLETIONS}, {}, [], id="stale-and-no-chat"
+        ),
     ],
 )
 def test_which_requests(quirk: str, asked: dict[str, Any], changes: Changes, remedies: list[type]) -> None:
