@@ -322,6 +322,14 @@ def test_a_line_that_is_too_long_is_not_kept(monkeypatch: pytest.MonkeyPatch) ->
     assert found[1] == BatchLine(2, "a", b'{"model":"m"}')
 
 
+@pytest.mark.parametrize("size", [1, 600, 999])
+def test_a_line_of_the_longest_length_is_kept(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(batches, "LINE_BYTES_MAX", 1000)
+    whole, splitter = b"x" * 999 + b"\n", LineSplitter()
+    lines = [line for piece in (whole[:size], whole[size:]) for line in splitter.feed(piece)]
+    assert lines == [RawLine(1, whole, 1000)]
+
+
 def test_names_of_a_line_and_of_files_come_of_the_batch() -> None:
     other = replace(BATCH, id="batch_2")
     tokens = {batch.line_token(number) for batch in (BATCH, other) for number in (1, 2)}

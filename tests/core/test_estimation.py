@@ -248,6 +248,7 @@ def test_arguments_are_never_longer_than_the_bound(arguments: str, written: int,
         ('{"a": "b", "c": ["d", "e"]}', 3),
         ('{"a":"say \\"b\\": \\"c\\""}', 1),
         ('{"a":""}', 1),
+        ('":":":":":"', 0),  # no JSON, and nothing that shortens the prompt
     ],
 )
 def test_texts_are_told_from_keys_and_from_quotes_within_them(arguments: str, texts: int) -> None:
@@ -271,15 +272,28 @@ def test_the_answer_after_a_tool_round_stands_in_the_same_turn() -> None:
         ((CALL, RESULT), 1),
         ((CALL, RESULT, RESULT), 2),
         ((RESULT,), 1),
+        ((RESULT, RESULT), 2),
         ((Turn("assistant", (), tool_calls=CALL.tool_calls * 2), RESULT, RESULT), 2),
         ((CALL, RESULT, CALL, RESULT), 2),
     ],
-    ids=["unanswered", "answered", "a-result-too-many", "a-result-without-call", "two-at-once", "twice"],
+    ids=[
+        "unanswered",
+        "answered",
+        "a-result-too-many",
+        "a-result-without-call",
+        "two-without-call",
+        "two-at-once",
+        "twice",
+    ],
 )
 def test_no_call_and_no_result_is_free(turns: tuple[Turn, ...], rounds: int) -> None:
     dear = TemplateCosts(tool_round=1000)
 
     assert pieces(chat(user("hi"), *turns), dear).fixed_tokens // 1000 == rounds
+
+
+def test_results_alone_are_a_prompt() -> None:
+    assert pieces(chat(RESULT), COSTS).fixed_tokens == 1 + 22 + 7
 
 
 def test_alternatives_take_the_longest_and_sums_take_all() -> None:

@@ -5,7 +5,18 @@ import json
 from typing import Any
 
 import pytest
-from support.engine_events import DONE, Asked, at_every_cut, decoded, delta, plan_for, role, said, through
+from support.engine_events import (
+    DONE,
+    Asked,
+    at_every_cut,
+    decoded,
+    delta,
+    event,
+    plan_for,
+    role,
+    said,
+    through,
+)
 
 from gateway.core.quirks import mend_whole
 from gateway.core.quirks.channels import Channels
@@ -116,6 +127,20 @@ def test_a_choice_that_thinks_when_another_answers_already() -> None:
 
     assert said(out) == "a"
     assert (said(out, "reasoning", index=1), said(out, index=1)) == ("The <b> caf\u00e9\n", "Loire")
+
+
+def test_a_choice_without_an_index_has_that_of_its_place() -> None:
+    choices = ["no choice", {"message": {"content": THOUGHT}, "finish_reason": "stop"}]
+
+    mended, _ = mend_whole([channels(2)], json.dumps({"choices": choices}).encode())
+
+    assert json.loads(mended)["choices"][1]["message"]["content"] == "Loire"
+
+
+def test_an_end_without_a_delta_lets_go_of_what_was_held() -> None:
+    wire = role() + streamed("<|chan") + event(choices=[{"index": 0, "finish_reason": "stop"}]) + DONE
+
+    assert both(through([channels()], [wire])[0]) == ("", "<|chan")
 
 
 @pytest.mark.parametrize("index", [-1, 1])
