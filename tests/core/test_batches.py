@@ -113,6 +113,17 @@ def test_what_is_wrong_with_a_line(raw: bytes, code: str, param: str | None) -> 
     assert isinstance(good, BatchLine)
 
 
+def test_a_custom_id_may_be_as_long_as_is_said() -> None:
+    (found,) = read(line(custom_id="x" * CUSTOM_ID_MAX))
+    assert isinstance(found, BatchLine)
+
+
+def test_a_byte_order_mark_belongs_to_the_beginning_of_a_file() -> None:
+    _, error = read(line(), b"\xef\xbb\xbf" + line(custom_id="b"))
+    assert isinstance(error, BatchLineError)
+    assert (error.code, error.line) == ("invalid_json_line", 2)
+
+
 def test_a_custom_id_is_there_once() -> None:
     first, error, other = read(line(), line(), line(custom_id="b"))
     assert isinstance(error, BatchLineError)

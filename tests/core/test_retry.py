@@ -1,7 +1,8 @@
-"""How often a failed attempt may move on."""
+"""How often a failed attempt may move on, and when a caller may come again."""
 
 import pytest
 
+from gateway.core.errors import ShedError
 from gateway.core.policy import RetryPolicy
 
 
@@ -17,3 +18,11 @@ from gateway.core.policy import RetryPolicy
 )
 def test_when_another_attempt_is_allowed(attempts: int, crashes: int, allowed: bool) -> None:
     assert RetryPolicy(attempts_max=3).allows_more(attempts, crashes) is allowed
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "told_s"), [(None, None), (0, 1), (1.4, 1), (1.6, 2), (58.6, 59), (59, 59), (3_600, 59)]
+)
+def test_a_caller_is_told_a_time_that_every_sdk_waits_for(wait_s: float | None, told_s: int | None) -> None:
+    """docs/errors.md: an integer from 1 to 59."""
+    assert ShedError("full", retry_after_s=wait_s).retry_after_s == told_s

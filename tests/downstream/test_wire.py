@@ -117,7 +117,8 @@ def test_content_in_all_its_forms(content: object, turn: Turn) -> None:
 
 
 def test_tool_calls_in_history_are_counted() -> None:
-    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    calls = ["no call", call, None]
     turns = chat(messages=[{"role": "assistant", "content": None, "tool_calls": calls}]).request.prompt.turns
 
     assert turns == (Turn("assistant", (), tool_calls=(("f", '{"a": 1}'),)),)
@@ -423,7 +424,7 @@ def test_whatever_a_member_holds_the_answer_is_a_request_or_a_refusal(value: obj
         read(Endpoint.CHAT, body(**{name: value}), RULES)
 
 
-@pytest.mark.parametrize("prompt", [None, [], 3, [1, "a"], {"a": 1}, [[]] * 9])
+@pytest.mark.parametrize("prompt", [None, [], 3, [1, "a"], ["a", 1], {"a": 1}, [[]] * 9])
 def test_a_bad_prompt(prompt: object) -> None:
     with pytest.raises(InvalidRequest):
         read(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": prompt}).encode(), RULES)

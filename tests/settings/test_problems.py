@@ -371,6 +371,15 @@ def test_each_mistake_has_its_own_words(
     assert all(problem.line > 0 and problem.column > 0 for problem in report.problems)
 
 
+@pytest.mark.parametrize("total_s", [9, 90])
+def test_a_late_request_may_wait_as_long_as_any_other_and_longer(
+    checked: Check, plain: str, total_s: int
+) -> None:
+    waiting = f"[light, push], waiting: {{max_wait_s: 9, demoted_wait_s: {total_s}}}}}"
+
+    assert checked(plain.replace("[light, push]}", waiting)).ok
+
+
 @pytest.mark.parametrize(
     "change",
     [

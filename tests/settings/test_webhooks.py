@@ -138,6 +138,9 @@ def test_what_is_wrong_is_reported_with_its_place(
     (problem,) = checked(webhook(inner) + plain).problems
     assert (problem.line, problem.column) == place
     assert message in str(problem)
+    assert ("`allow_private" in str(problem)) is (
+        "`allow_private" in message
+    )  # it is no remedy for the others
     assert "hunter2" not in str(problem)
 
 
