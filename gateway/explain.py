@@ -195,5 +195,6 @@ def _table(candidates: list[Mapping[str, Any]]) -> Table:
             continue
         scores = [f"{candidate['scores'][name]:.2f}" for name in shown.values()]
         style = "green" if position == 1 else None
-        table.add_row(str(position), backend, pool, f"{candidate['score']:.2f}", *scores, style=style)
+        why = escape(candidate["detail"])
+        table.add_row(str(position), backend, pool, f"{candidate['score']:.2f}", *scores, why, style=style)
     return table

@@ -39,7 +39,7 @@ export function candidateTable(candidates, chosen = null) {
           h("td", {}, one.pool, one.is_spill ? h("span", { class: "tag", text: "spill" }) : null),
           h("td", { class: "n", text: `${number(one.load.seqs)} of ${number(one.knee_seqs)} (${percent(one.load.share / WHOLE)})` }),
           h("td", {}, isOut ? null : scoreBar(one.score, best)),
-          h("td", {}, isOut ? h("span", {}, h("b", { class: "reason", text: words(one.excluded) }), ` ${one.detail}`) : partList(parts, one.scores)),
+          h("td", {}, isOut ? h("span", {}, h("b", { class: "reason", text: words(one.excluded) }), ` ${one.detail}`) : partList(parts, one.scores), isOut || !one.detail ? null : ` ${one.detail}`),
         );
       }),
     ),

@@ -6,19 +6,24 @@ Therefore a request counts only once against a backend, however often it is repe
 
 Until it is known, requests are better sent elsewhere: a backend that fails at once has room at once, and
 would take all that wait for busy ones. So replicas on which several different requests have failed in a row
-are passed over, as long as another replica is in no doubt. The same holds, for a moment, for one that has
-refused a request because of load, which is nobody's fault.
+are passed over, as long as another replica is in no doubt.
+
+A backend that refuses a request because of load is at no fault. But it, too, has room at once, and would be
+asked first by every request. So for a moment, the others of its pool come first.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
 from gateway.core.backends import Backend, Pool
-from gateway.core.decision import Exclusion, Objection
 from gateway.core.health import HealthRules
 from gateway.core.policy import Policy
+
+REFUSED_S = 1.0
+"""How long others come before a backend that has refused a request because of load. A choice: where
+others have room, one request in a second asks it first, which costs little; a full queue has room by then."""
 
 REPEATED_S = HealthRules().failure_window_s
 """How long a request is remembered: as long as a failure counts."""
@@ -64,42 +69,59 @@ class Blame:
         return True
 
 
-REFUSED_S = 1.0
-"""How long a backend that has refused a request because of load gets no others, unless it completes one.
-A choice: one refusal a second costs little, and an engine whose own queue was full has room by then."""
-
-IN_DOUBT: Objection = (
-    Exclusion.UNHEALTHY,
-    f"the last {IN_A_ROW} requests on it, or more, have failed; whose fault it was is not known yet",
-)
-"""Why a backend in doubt gets no requests for now."""
-
-REFUSES: Objection = (Exclusion.UNHEALTHY, "it has just refused a request because of load")
-"""Why a backend that has refused a request gets none for now."""
-
-
-_Server = tuple[str, str]
-"""Id and URL of a backend."""
-
-
 @dataclass(slots=True)
 class _Row:
     requests: set[bytes] = field(default_factory=set)
     last_at: float = -inf
 
 
+class Refusals:
+    """Backends that have refused a request because of load. Mostly empty."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._last_at: dict[tuple[str, str], float] = {}
+        self._since_answered: set[tuple[str, str]] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._last_at)
+
+    def refused(self, backend: Backend, now: float) -> None:
+        """Note that `backend`, at its URL, has refused a request at `now` (monotonic seconds)."""
+        server = (backend.id, backend.url)
+        self._last_at[server] = now
+        self._since_answered.add(server)
+
+    def answered(self, backend: Backend) -> None:
+        """Note that `backend` has begun to answer a request."""
+        self._since_answered.discard((backend.id, backend.url))
+
+    def just_now(self, policy: Policy, now: float) -> frozenset[str]:
+        """Return the ids of those that have just refused one. What is long ago is forgotten."""
+        last_at = self._last_at = {one: at for one, at in self._last_at.items() if now - at < REPEATED_S}
+        self._since_answered &= last_at.keys()
+        return _there(policy, (one for one, at in last_at.items() if now - at < REFUSED_S))
+
+    def since_answered(self, policy: Policy) -> frozenset[str]:
+        """Return the ids of those that have refused one since they last answered one."""
+        return _there(policy, self._since_answered)
+
+
+def _there(policy: Policy, servers: Iterable[tuple[str, str]]) -> frozenset[str]:
+    backends = policy.backends
+    return frozenset(name for name, url in servers if name in backends and backends[name].url == url)
+
+
 class Doubts:
-    """Backends to which other replicas are preferred, whoever is at fault. Both tables are mostly empty.
+    """Backends on which different requests have failed in a row, whoever is at fault.
 
     Attributes:
-        rows: The failures of each backend at its URL since it last answered a request there.
-        refused: Since when each backend, at its URL, refuses requests because of load (monotonic seconds).
+        rows: The failures of each backend at its URL since it last answered a request there. Mostly empty.
     """
 
     def __init__(self) -> None:
         """Start with none."""
-        self.rows: dict[_Server, _Row] = {}
-        self.refused: dict[_Server, float] = {}
+        self.rows: dict[tuple[str, str], _Row] = {}
 
     def failed(self, backend: Backend, request: bytes, now: float) -> bool:
         """Note a failure on `backend` at `now` (monotonic seconds). Return whether it is in doubt.
@@ -120,58 +142,27 @@ class Doubts:
         row = self.rows.pop((backend.id, backend.url), None)
         return row is not None and len(row.requests) >= IN_A_ROW
 
-    def refuses(self, backend: Backend, now: float) -> bool:
-        """Note that `backend` has refused a request because of load at `now` (monotonic seconds).
-
-        Return whether that is news: it is passed over from now on, and not for longer because of others.
-        """
-        server = (backend.id, backend.url)
-        if now - self.refused.get(server, -inf) < REFUSED_S:
-            return False
-        self.refused[server] = now
-        return True
-
-    def completed(self, backend: Backend) -> bool:
-        """Note that `backend` has completed a request, so it has room. Return whether it was thought full."""
-        return self.refused.pop((backend.id, backend.url), None) is not None
-
     def passed_over(
         self, policy: Policy, is_available: Callable[[str], bool], now: float
-    ) -> Mapping[str, Objection | None]:
-        """Return the backends to which other replicas are preferred, and why they get nothing at all now.
+    ) -> Mapping[str, bool]:
+        """Return the backends to which other replicas are preferred, and whether they get nothing at all now.
 
-        Those without a reason get a few requests, as in probation. Those that are gone or at another URL now,
-        or of which nothing was heard for long, are forgotten. `is_available`: whether a backend would get any
-        requests.
+        Those that are gone, or at another URL now, or whose last failure is long ago, are forgotten.
+        `is_available`: whether a backend would get any requests.
         """
-        self._forget(policy, now)
-        found: dict[str, Objection | None] = {
-            name: IN_DOUBT if now - row.last_at < PAUSE_S else None
-            for (name, _), row in self.rows.items()
-            if len(row.requests) >= IN_A_ROW
-        }
-        for name, _ in self.refused:
-            found[name] = found.get(name) or REFUSES
+        for (name, url), row in list(self.rows.items()):
+            backend = policy.backends.get(name)
+            if backend is None or backend.url != url or now - row.last_at >= REPEATED_S:
+                del self.rows[name, url]
+        doubted = {name: row for (name, _), row in self.rows.items() if len(row.requests) >= IN_A_ROW}
 
         def has_other(name: str, pool: Pool) -> bool:
             kind = policy.kinds[name]
-            alike = [one for one in pool.backends if one not in found and policy.kinds[one] == kind]
+            alike = [one for one in pool.backends if one not in doubted and policy.kinds[one] == kind]
             return any(is_available(one) for one in alike)
 
         return {
-            name: objection
-            for name, objection in found.items()
+            name: now - row.last_at < PAUSE_S
+            for name, row in doubted.items()
             if all(has_other(name, pool) for pool in policy.pools_of(name))
-        }
-
-    def _forget(self, policy: Policy, now: float) -> None:
-        def is_there(server: _Server) -> bool:
-            name, url = server
-            return name in policy.backends and policy.backends[name].url == url
-
-        self.rows = {
-            one: row for one, row in self.rows.items() if is_there(one) and now - row.last_at < REPEATED_S
-        }
-        self.refused = {
-            one: since for one, since in self.refused.items() if is_there(one) and now - since < REFUSED_S
         }

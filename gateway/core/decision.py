@@ -74,7 +74,7 @@ class Candidate:
         backend: Its id.
         pool: The pool in which it was considered.
         excluded: Why it is excluded, or None.
-        detail: The explanation in words, with figures.
+        detail: The explanation in words, with figures; of one that is not excluded, why others come first.
         scores: Each score before weighting, in 0..1; a cost in -1..0; saved prefill in seconds.
         score: Their weighted sum.
         load: Its load at that moment.

@@ -44,6 +44,7 @@ class BackendView:
         kv_taken: KV blocks in use that no gateway sharing this gateway's ledger has reserved.
         long_waiting: Queued requests with long prompts whose first choice it is.
         away: Why its box, shared with other models, does not run its model now; None if it does.
+        refuses: Whether it has just refused a request because of load: the others of its pool come first.
     """
 
     backend: Backend
@@ -54,6 +55,7 @@ class BackendView:
     kv_taken: int = 0
     long_waiting: int = 0
     away: Objection | None = None
+    refuses: bool = False
 
     @property
     def capacity(self) -> Capacity:
@@ -484,6 +486,7 @@ def _promising_in(
             lead is None
             and clear
             and view.backend is backends.get(name)
+            and not view.refuses
             and (kind is None or kinds[name] == kind)
             and _thins_out(policy.weights)
         ):
@@ -562,6 +565,7 @@ def same_state(one: BackendView, other: BackendView) -> bool:
         and one.away == other.away
         and one.share_max == other.share_max
         and one.kv_taken == other.kv_taken
+        and one.refuses is other.refuses
     )
 
 
@@ -602,8 +606,11 @@ _Scores = tuple[float, float, float, float, float]
 that the backend has seen; the prefill that this saves, in seconds, counts with it. By the share alone, a lead
 of a fifth of the knee moved conversations whose prefill took several seconds elsewhere (docs/routing.md)."""
 
+_REFUSES = "it has just refused a request because of load: others come first"
+"""Why a backend is behind others with a lower score."""
+
 _Scored = tuple[int, float, int, Case, _Scores]
-"""Sort key first: health preference, negated score, and place in the pool, which breaks ties. Then the case
+"""Sort key first: last resorts last, negated score, and place in the pool, which breaks ties. Then the case
 and the single scores."""
 
 
@@ -625,7 +632,7 @@ def _scored(fit: Sequence[Case], weights: Weights) -> list[_Scored]:
         score = weights.spare_knee * spare + weights.speed * speed
         score += weights.prefix_affinity * (affinity + saved_s) + weights.slow_context * slow
         scores = (spare, speed, affinity, saved_s, slow)
-        found.append((preference(view.status), -score, at, case, scores))
+        found.append((preference(view.status) or view.refuses, -score, at, case, scores))
     return found
 
 
@@ -638,4 +645,4 @@ def _eligible(scored: _Scored) -> Candidate:
         "prefill_saved_s": saved_s,
         "slow_context": slow,
     }
-    return _candidate(case, None, "", scores, -negated)
+    return _candidate(case, None, _REFUSES if case.view.refuses else "", scores, -negated)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from gateway.core.backends import Backend
-from gateway.core.blame import PAUSE_S, REFUSED_S, REPEATED_S, Blame, Doubts
-from gateway.core.decision import Objection
+from gateway.core.blame import IN_A_ROW, PAUSE_S, REPEATED_S, Blame, Doubts, Refusals
+from gateway.core.decision import Exclusion, Objection
 from gateway.core.health import NOT_PROBED, BackendStatus, Outcome, State
 from gateway.core.policy import Policy
 from gateway.core.selection import unavailable_reason
@@ -26,43 +26,51 @@ three is early, by up to one."""
 _REFUSALS = frozenset({Outcome.FAILED, Outcome.MISCONFIGURED})
 """Outcomes that may be caused by the request itself rather than by the backend."""
 
+_NO_BACKENDS: frozenset[str] = frozenset()
+
+_IN_DOUBT: Objection = (
+    Exclusion.UNHEALTHY,
+    f"the last {IN_A_ROW} requests on it, or more, have failed; whose fault it was is not known yet",
+)
+
 
 class Failures:
     """Attributes failures for all requests of a process, and reports the outcomes of attempts to the fleet.
 
     Attributes:
-        doubts: The backends that are in doubt or refuse; without any, `doubting` changes nothing.
+        doubts: The backends that are in doubt; without any, `doubting` changes nothing.
+        refusals: The backends that have refused a request because of load.
     """
 
     def __init__(self, fleet: Fleet, clock: Clock, look: Callable[[], None]) -> None:
-        """Report to `fleet`; call `look` whenever a backend that was passed over may take more."""
+        """Report to `fleet`; call `look` whenever more requests may start on a backend that was in doubt."""
         self._fleet = fleet
         self._clock = clock
         self._look = look
         self._blame = Blame()
         self.doubts = Doubts()
+        self.refusals = Refusals()
 
     def answered(self, context: RequestContext, backend: Backend) -> None:
         """Note that `backend` has begun to answer: earlier attempts did not fail because of the request."""
         if self.doubts.rows and self.doubts.answered(backend):
             self._look()  # more may start there than in doubt
+        if self.refusals:
+            self.refusals.answered(backend)
         if context.unreported:
             self._report(context)
 
     def ended(self, context: RequestContext, backend: Backend, attempt: AttemptRecord) -> None:
         """Report an attempt on `backend`; one for which the request may be at fault is kept until later."""
-        if attempt.outcome is Outcome.OK:
-            if self.doubts.refused and self.doubts.completed(backend):
-                self._look()
-        elif attempt.outcome is Outcome.BUSY and self.doubts.refuses(backend, self._clock.now()):
-            self._look_in(REFUSED_S)
+        if attempt.outcome is Outcome.BUSY:
+            self.refusals.refused(backend, self._clock.now())
         if attempt.outcome not in _REFUSALS:
             self._fleet.report(backend.id, attempt.outcome, attempt.detail, attempt.started_at)
             return
         context.unreported.append(attempt)
         if self.doubts.failed(backend, _digest(context), self._clock.now()):
-            self._look_in(PAUSE_S)
-            self._look_in(REPEATED_S)  # the end of the doubt
+            for ends_s in (PAUSE_S, REPEATED_S):  # of its pause, and of the doubt
+                asyncio.get_running_loop().call_later(ends_s + EARLY_S, self._look)
 
     def judge(self, context: RequestContext) -> None:
         """Report the remaining attempts. If several backends refused the request, the request is at fault.
@@ -87,21 +95,22 @@ class Failures:
             return name not in objections and unavailable_reason(policy.backends[name], status) is None
 
         of_doubts, probation = dict[str, Objection](), dict[str, BackendStatus]()
-        for name, objection in self.doubts.passed_over(policy, is_available, self._clock.now()).items():
+        for name, is_paused in self.doubts.passed_over(policy, is_available, self._clock.now()).items():
             status = statuses.get(name, NOT_PROBED)
-            if objection is not None:
-                of_doubts[name] = objection
+            if is_paused:
+                of_doubts[name] = _IN_DOUBT
             elif status.state is State.UP:
                 probation[name] = replace(status, state=State.PROBATION)
         return {**statuses, **probation}, {**of_doubts, **objections}
+
+    def refusing(self, policy: Policy) -> frozenset[str]:
+        """Return the backends that have just refused a request because of load: others come before them."""
+        return self.refusals.just_now(policy, self._clock.now()) if self.refusals else _NO_BACKENDS
 
     def _report(self, context: RequestContext) -> None:
         for attempt in context.unreported:
             self._fleet.report(attempt.backend, attempt.outcome, attempt.detail, attempt.started_at)
         context.unreported.clear()
-
-    def _look_in(self, seconds: float) -> None:
-        asyncio.get_running_loop().call_later(seconds + EARLY_S, self._look)
 
     def _is_repeated(self, context: RequestContext, attempt: AttemptRecord) -> bool:
         if attempt.outcome is not Outcome.FAILED:

@@ -100,11 +100,11 @@ class FleetView:
         """Return snapshots of backends."""
         statuses, load_of, shares_max = self._fleet.statuses(), self._ledger.load, self._watch.shares_max()
         kv_taken, objections = self._counts.kv_taken, self._objections()
-        doubts = self._failures.doubts
-        if doubts.rows or doubts.refused:
+        if self._failures.doubts.rows:
             statuses, objections = self._failures.doubting(self.newest, statuses, objections)
+        refusing = self._failures.refusing(self.newest)
         views: dict[str, BackendView] = {}
-        if not (kv_taken or long_waiting or objections or shares_max):  # the usual case
+        if not (kv_taken or long_waiting or objections or shares_max or refusing):  # the usual case
             for name, backend in backends.items():
                 status = statuses.get(name, NOT_PROBED)
                 views[name] = BackendView(backend, load_of(name), status, held.get(name, 0.0))
@@ -119,6 +119,7 @@ class FleetView:
                     kv_taken.get(name, 0),
                     long_waiting.get(name, 0),
                     objections.get(name),
+                    name in refusing,
                 )
         for name, claims in offered.items():
             if (view := views.get(name)) is not None:

@@ -286,8 +286,7 @@ class Pipeline:
     async def _place(self, context: RequestContext, ticket: Ticket) -> None:
         """Get a slot and relay the answer; move on to other backends until one starts to answer."""
         failure: GatewayError | None = None
-        unfit: frozenset[str] = frozenset()  # backends that answered, but not as requested
-        may_ask_again, has_waited = True, False
+        after_all, has_waited = _AfterAll(), False
         while True:
             ticket = self._under_this_policy(context, ticket)
             decision = context.decision
@@ -304,12 +303,12 @@ class Pipeline:
                 has_waited = True
                 continue
             except ShedError as shed:
+                if to_ask := after_all.to_ask(shed):
+                    ticket = self._waited(replace(ticket, failed=ticket.failed - to_ask), entered_at)
+                    continue
                 if failure is None or isinstance(shed, AtCapacity | Draining):
                     self._check_fit_now(context, ticket, shed)
                     raise
-                if unfit and may_ask_again:  # these backends are healthy, and may sample a different answer
-                    may_ask_again, ticket = False, replace(ticket, failed=ticket.failed - unfit)
-                    continue
                 # No backend is left to try, so the last backend's failure says more than "no backend".
                 raise failure from None
             has_waited = False
@@ -326,17 +325,27 @@ class Pipeline:
                     return
                 failure = _reported(context, failure, error)
                 if isinstance(error, AnswerUnfit):
-                    unfit |= {candidate.backend}
+                    after_all.unfit |= {candidate.backend}
                 if not context.policy.retry.allows_more(len(context.attempts), context.crashes):
                     raise failure from None
-                held = self.view.held(context.policy, context.incoming.request.prefixes)
-                ticket = replace(ticket, failed=ticket.failed | {candidate.backend}, prefix_shares=held)
+                ticket = self._elsewhere(context, ticket, candidate.backend, after_all)
             else:
                 context.ending = Ending.COMPLETED
                 self._learn(context, candidate)
                 return
             finally:
                 await self.room.release(ticket, slot, answered=context.is_answered)
+
+    def _elsewhere(
+        self, context: RequestContext, ticket: Ticket, failed: str, after_all: "_AfterAll"
+    ) -> Ticket:
+        """Return the ticket without one that failed; for the last attempt, without those that refuse."""
+        without = ticket.failed | {failed}
+        if not context.policy.retry.allows_more(len(context.attempts) + 1, context.crashes):
+            after_all.refusing = self._failures.refusals.since_answered(context.policy) - without
+            without |= after_all.refusing
+        held = self.view.held(context.policy, context.incoming.request.prefixes)
+        return replace(ticket, failed=without, prefix_shares=held)
 
     def _waited(self, ticket: Ticket, since: float) -> Ticket:
         """Return the ticket with the time since `since` added to its waiting time."""
@@ -528,6 +537,31 @@ class Pipeline:
         """End a stream that failed after its headers were sent, with the error code of `context`."""
         with while_caller_reads():
             await context.downstream.fail(error, context.error_code)
+
+
+class _AfterAll:
+    """Backends that a request asks only if no other takes it.
+
+    Attributes:
+        refusing: Those that have refused one because of load and answered none since: its last attempt would
+            most likely be lost there.
+        unfit: Those that answered it, but not as requested: they are healthy, and may sample another answer.
+    """
+
+    def __init__(self) -> None:
+        self.refusing: frozenset[str] = frozenset()
+        self.unfit: frozenset[str] = frozenset()
+        self._is_unfit_asked = False
+
+    def to_ask(self, shed: ShedError) -> frozenset[str]:
+        """Return those to ask now that a request is shed, each once; none if it is to be shed."""
+        if self.refusing and not isinstance(shed, Draining):
+            found, self.refusing = self.refusing, frozenset()
+            return found
+        if self._is_unfit_asked or isinstance(shed, AtCapacity | Draining):
+            return frozenset()
+        self._is_unfit_asked = True
+        return self.unfit
 
 
 def _for_others(ticket: Ticket, policy: Policy) -> frozenset[str]:

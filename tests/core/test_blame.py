@@ -7,17 +7,15 @@ from support.world import POLICY
 
 from gateway.core.blame import (
     IN_A_ROW,
-    IN_DOUBT,
     KNOWN_MAX,
     PAUSE_S,
     REFUSED_S,
-    REFUSES,
     REPEATED_S,
     ROW_MAX,
     Blame,
     Doubts,
+    Refusals,
 )
-from gateway.core.decision import Objection
 
 LIGHT_0 = POLICY.backends["light-0"]
 BACKENDS = {**POLICY.backends, "gone": replace(LIGHT_0, id="gone")}
@@ -62,11 +60,11 @@ def in_a_row(backend: str, *, at: float = 100.0) -> list[tuple[str, str, float]]
 @pytest.mark.parametrize(
     ("failures", "now", "passed_over"),
     [
-        pytest.param(in_a_row("light-0"), 100.0, {"light-0": IN_DOUBT}, id="in-a-row"),
+        pytest.param(in_a_row("light-0"), 100.0, {"light-0": True}, id="in-a-row"),
         pytest.param(in_a_row("light-0")[1:], 100.0, {}, id="too-few"),
         pytest.param([("light-0", "1", 100.0)] * 9, 100.0, {}, id="of-one-request"),
-        pytest.param(in_a_row("light-0"), 100.0 + PAUSE_S - 0.1, {"light-0": IN_DOUBT}, id="in-the-pause"),
-        pytest.param(in_a_row("light-0"), 100.0 + PAUSE_S, {"light-0": None}, id="after-the-pause"),
+        pytest.param(in_a_row("light-0"), 100.0 + PAUSE_S - 0.1, {"light-0": True}, id="in-the-pause"),
+        pytest.param(in_a_row("light-0"), 100.0 + PAUSE_S, {"light-0": False}, id="after-the-pause"),
         pytest.param(in_a_row("light-0"), 100.0 + REPEATED_S, {}, id="long-ago"),
         pytest.param(in_a_row("light-0") + in_a_row("light-1"), 100.0, {}, id="all-replicas"),
         pytest.param(in_a_row("push"), 100.0, {}, id="without-a-replica"),
@@ -77,7 +75,7 @@ def in_a_row(backend: str, *, at: float = 100.0) -> list[tuple[str, str, float]]
     ],
 )
 def test_where_other_replicas_are_preferred(
-    failures: list[tuple[str, str, float]], now: float, passed_over: dict[str, Objection | None]
+    failures: list[tuple[str, str, float]], now: float, passed_over: dict[str, bool]
 ) -> None:
     assert doubts(*failures).passed_over(POLICY, lambda _: True, now) == passed_over
 
@@ -85,7 +83,7 @@ def test_where_other_replicas_are_preferred(
 def test_a_replica_that_is_out_is_not_preferred() -> None:
     made = doubts(*in_a_row("light-0"))
     assert made.passed_over(POLICY, {"light-0", "push"}.__contains__, 100.0) == {}
-    assert made.passed_over(POLICY, {"light-1"}.__contains__, 100.0) == {"light-0": IN_DOUBT}
+    assert made.passed_over(POLICY, {"light-1"}.__contains__, 100.0) == {"light-0": True}
 
 
 def test_an_answer_ends_a_doubt() -> None:
@@ -119,47 +117,27 @@ def test_a_server_is_in_no_doubt_for_what_the_one_at_the_former_url_did() -> Non
         assert not made.failed(moved, request, 102.0)
     made.answered(LIGHT_0)
     assert made.failed(moved, b"c", 103.0)
-    assert made.passed_over(policy, lambda _: True, 103.0) == {"light-0": IN_DOUBT}
+    assert made.passed_over(policy, lambda _: True, 103.0) == {"light-0": True}
 
 
-@pytest.mark.parametrize(
-    ("refusals", "failures", "now", "passed_over"),
-    [
-        pytest.param({"light-0": 100.0}, [], 100.0, {"light-0": REFUSES}, id="just-now"),
-        pytest.param({"light-0": 100.0}, [], 100.0 + REFUSED_S, {}, id="a-moment-ago"),
-        pytest.param({"light-0": 100.0, "light-1": 100.0}, [], 100.0, {}, id="all-replicas"),
-        pytest.param({"push": 100.0}, [], 100.0, {}, id="without-a-replica"),
-        pytest.param({"gone": 100.0}, [], 100.0, {}, id="no-longer-there"),
-        pytest.param({"light-1": 100.0}, in_a_row("light-0"), 100.0, {}, id="the-other-in-doubt"),
-        pytest.param(
-            {"light-0": 100.0}, in_a_row("light-0"), 100.0, {"light-0": IN_DOUBT}, id="and-in-doubt"
-        ),
-        pytest.param(
-            {"light-0": 106.0}, in_a_row("light-0"), 106.0, {"light-0": REFUSES}, id="and-after-the-pause"
-        ),
-    ],
-)
-def test_where_a_backend_refuses_other_replicas_are_preferred(
-    refusals: dict[str, float],
-    failures: list[tuple[str, str, float]],
-    now: float,
-    passed_over: dict[str, Objection | None],
-) -> None:
-    made = doubts(*failures)
-    for backend, at in refusals.items():
-        assert made.refuses(BACKENDS[backend], at)
-    assert made.passed_over(POLICY, lambda _: True, now) == passed_over
+def test_what_has_refused_a_request_is_known_for_a_while() -> None:
+    made = Refusals()
+    assert not made
+    made.refused(LIGHT_0, 100.0)
+    made.refused(LIGHT_0, 100.5)
+    made.refused(BACKENDS["gone"], 100.5)
+    made.refused(replace(BACKENDS["light-1"], url="http://elsewhere"), 100.5)
+    assert made.just_now(POLICY, 100.4 + REFUSED_S) == {"light-0"}
+    assert made.just_now(POLICY, 100.5 + REFUSED_S) == frozenset()
+    assert made.since_answered(POLICY) == {"light-0"}
+    made.just_now(POLICY, 100.5 + REPEATED_S)
+    assert not made
+    assert made.since_answered(POLICY) == frozenset()
 
 
-def test_more_refusals_keep_a_backend_from_requests_for_no_longer() -> None:
-    made = Doubts()
-    said = [made.refuses(LIGHT_0, 100.0 + after_s) for after_s in (0.0, 0.9 * REFUSED_S, REFUSED_S)]
-    assert said == [True, False, True]
-
-
-def test_what_completes_a_request_has_room() -> None:
-    made = Doubts()
-    made.refuses(LIGHT_0, 100.0)
-    assert made.completed(LIGHT_0)
-    assert not made.completed(LIGHT_0)
-    assert made.passed_over(POLICY, lambda _: True, 100.0) == {}
+def test_what_answers_a_request_no_longer_refuses_all_of_them() -> None:
+    made = Refusals()
+    made.refused(LIGHT_0, 100.0)
+    made.answered(LIGHT_0)
+    assert made.just_now(POLICY, 100.0) == {"light-0"}
+    assert made.since_answered(POLICY) == frozenset()

@@ -793,6 +793,7 @@ VIEWS = st.builds(
     kv_taken=mostly(0, 1_800, 3_000),
     long_waiting=mostly(0, 1),
     away=mostly(None, (Exclusion.SWAPPED_OUT, "another model")),
+    refuses=mostly(False, True),
 )
 DEMANDS = st.builds(
     Demand,
@@ -879,6 +880,7 @@ ODD: Mapping[str, Callable[[BackendView], BackendView]] = {
     "limited": lambda one: replace(one, share_max=500_000),
     "taken": lambda one: replace(one, kv_taken=1_800),
     "away": lambda one: replace(one, away=(Exclusion.SWAPPED_OUT, "another model")),
+    "refuses": lambda one: replace(one, refuses=True),
     "narrow": lambda one: replace(one, status=replace(one.status, context_tokens=1_300)),
     "other model": lambda one: replace(one, status=replace(one.status, served_models=("other",))),
     "on trial": lambda one: replace(one, status=replace(one.status, state=State.PROBATION)),

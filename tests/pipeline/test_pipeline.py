@@ -489,7 +489,7 @@ def asked(world: World) -> list[str]:
     return [target.backend.id for target in world.upstream.targets]
 
 
-async def test_one_that_refuses_gets_no_others_for_a_moment(world: World) -> None:
+async def test_one_that_refuses_is_not_asked_first_for_a_moment(world: World) -> None:
     """Otherwise it would have the most room, and every request would go there first."""
     world.answers(light_0=Script([BUSY_ANSWER], status=503), light_1=GOOD)
     await world.run(world.request())
@@ -498,9 +498,13 @@ async def test_one_that_refuses_gets_no_others_for_a_moment(world: World) -> Non
     assert asked(world) == ["light-0", "light-1", "light-1"]
     decision = world.notes.requests[-1].decision
     assert decision is not None
-    (passed_over,) = [one for one in decision.candidates if one.backend == "light-0"]
-    assert passed_over.excluded is Exclusion.UNHEALTHY
-    assert passed_over.detail == "it has just refused a request because of load"
+    last = decision.candidates.eligible[-1]
+    assert (last.backend, last.detail) == ("push", "")
+    refuses = decision.candidates.eligible[-2]
+    assert (refuses.backend, refuses.detail) == (
+        "light-0",
+        "it has just refused a request because of load: others come first",
+    )
 
     world.clock.time += REFUSED_S
     world.answers(light_0=Script([BUSY_ANSWER], status=429), light_1=GOOD)
@@ -508,50 +512,50 @@ async def test_one_that_refuses_gets_no_others_for_a_moment(world: World) -> Non
     assert asked(world)[3:] == ["light-0", "light-1"]
 
 
-async def test_one_that_refuses_has_room_when_it_has_completed_a_request(world: World) -> None:
-    world.policy = patient(WIDE, 60.0)
-    world.pipeline.policy_changed()
-    ends = anyio.Event()
-    world.answers(light_0=Script([ROLE + HELLO, ends, STOP + DONE]))
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(world.run, world.request())
-        await anyio.wait_all_tasks_blocked()
-        held = [*await fill(world, "light-1", 6), *await fill(world, "push", 8)]
-        world.answers(light_0=Script([BUSY_ANSWER], status=503), light_1=GOOD)
-        await world.run(world.request())
-        held += await fill(world, "light-1", 2)
-        world.answers(light_0=GOOD)
-        tasks.start_soon(world.run, world.request())
-        await anyio.wait_all_tasks_blocked()
-        assert asked(world) == ["light-0", "light-0", "light-1"]
-        ends.set()
-    assert asked(world)[3:] == ["light-0"]
-    for slot in held:
-        await world.ledger.release(slot)
-
-
-async def test_who_waits_for_one_that_refuses_starts_there_a_moment_later(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(failures, "REFUSED_S", 0.2)
-    world.policy = patient(POLICY, 60.0)
-    world.pipeline.policy_changed()
+async def test_one_that_refuses_is_asked_by_whom_the_others_fail(world: World) -> None:
+    world.fleet.known["push"] = BackendStatus(state=State.DOWN)
     world.answers(light_0=Script([BUSY_ANSWER], status=503), light_1=GOOD)
     await world.run(world.request())
-    held = [*await fill(world, "light-1"), *await fill(world, "push")]
-    world.answers(light_0=GOOD)
+    world.answers(light_1=Script(status=500), light_0=GOOD)
+    await world.run(world.request())
+    assert asked(world) == ["light-0", "light-1", "light-1", "light-0"]
 
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(world.run, world.request())
-        with anyio.fail_after(10):
-            await anyio.wait_all_tasks_blocked()
-            assert asked(world) == ["light-0", "light-1"]
-            world.clock.time += REFUSED_S  # before the look that the refusal has planned
-            while len(world.notes.requests) < 2:
-                await anyio.lowlevel.checkpoint()
-    assert asked(world)[2:] == ["light-0"]
+
+async def test_one_that_refuses_is_asked_while_the_others_are_full(world: World) -> None:
+    """It may have room for this request, or by now."""
+    world.answers(light_0=Script([BUSY_ANSWER], status=503), light_1=GOOD)
+    await world.run(world.request())
+    held = await fill(world, "light-1")
+    world.answers(light_0=GOOD)
+    await world.run(world.request())
+    assert asked(world) == ["light-0", "light-1", "light-0"]
     for slot in held:
         await world.ledger.release(slot)
+
+
+async def refused_everywhere(world: World) -> None:
+    """Have both replicas refuse, and requests tried twice only."""
+    world.policy = replace(POLICY, retry=RetryPolicy(attempts_max=2))
+    world.pipeline.policy_changed()
+    world.answers(**{name: Script([BUSY_ANSWER], status=503) for name in ("light_0", "light_1")})
+    with pytest.raises(UpstreamBusy):
+        await world.run(world.request())
+
+
+async def test_the_last_attempt_is_not_lost_on_one_that_refuses(world: World) -> None:
+    await refused_everywhere(world)
+    world.clock.time += REFUSED_S
+    world.answers(light_0=Script([BUSY_ANSWER], status=503), push=GOOD)
+    await world.run(world.request())
+    assert asked(world)[2:] == ["light-0", "push"]
+
+
+async def test_one_that_refuses_is_asked_last_if_no_other_takes_the_request(world: World) -> None:
+    await refused_everywhere(world)
+    world.fleet.known["push"] = BackendStatus(state=State.DOWN)
+    world.answers(light_0=Script([BUSY_ANSWER], status=503), light_1=GOOD)
+    await world.run(world.request())
+    assert asked(world)[2:] == ["light-0", "light-1"]
 
 
 async def test_one_in_doubt_is_tried_by_few_at_a_time(world: World) -> None:
