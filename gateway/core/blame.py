@@ -76,20 +76,21 @@ class _Row:
 
 
 class Refusals:
-    """Backends that have refused a request because of load. Mostly empty."""
+    """Backends that have refused a request because of load.
+
+    Attributes:
+        last_at: When each backend at its URL last did (monotonic seconds). Mostly empty.
+    """
 
     def __init__(self) -> None:
         """Start with none."""
-        self._last_at: dict[tuple[str, str], float] = {}
+        self.last_at: dict[tuple[str, str], float] = {}
         self._since_answered: set[tuple[str, str]] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._last_at)
 
     def refused(self, backend: Backend, now: float) -> None:
         """Note that `backend`, at its URL, has refused a request at `now` (monotonic seconds)."""
         server = (backend.id, backend.url)
-        self._last_at[server] = now
+        self.last_at[server] = now
         self._since_answered.add(server)
 
     def answered(self, backend: Backend) -> None:
@@ -98,7 +99,7 @@ class Refusals:
 
     def just_now(self, policy: Policy, now: float) -> frozenset[str]:
         """Return the ids of those that have just refused one. What is long ago is forgotten."""
-        last_at = self._last_at = {one: at for one, at in self._last_at.items() if now - at < REPEATED_S}
+        last_at = self.last_at = {one: at for one, at in self.last_at.items() if now - at < REPEATED_S}
         self._since_answered &= last_at.keys()
         return _there(policy, (one for one, at in last_at.items() if now - at < REFUSED_S))
 

@@ -26,8 +26,6 @@ three is early, by up to one."""
 _REFUSALS = frozenset({Outcome.FAILED, Outcome.MISCONFIGURED})
 """Outcomes that may be caused by the request itself rather than by the backend."""
 
-_NO_BACKENDS: frozenset[str] = frozenset()
-
 _IN_DOUBT: Objection = (
     Exclusion.UNHEALTHY,
     f"the last {IN_A_ROW} requests on it, or more, have failed; whose fault it was is not known yet",
@@ -39,7 +37,7 @@ class Failures:
 
     Attributes:
         doubts: The backends that are in doubt; without any, `doubting` changes nothing.
-        refusals: The backends that have refused a request because of load.
+        refusals: The backends that have refused a request because of load; without any, `refusing` is empty.
     """
 
     def __init__(self, fleet: Fleet, clock: Clock, look: Callable[[], None]) -> None:
@@ -55,7 +53,7 @@ class Failures:
         """Note that `backend` has begun to answer: earlier attempts did not fail because of the request."""
         if self.doubts.rows and self.doubts.answered(backend):
             self._look()  # more may start there than in doubt
-        if self.refusals:
+        if self.refusals.last_at:
             self.refusals.answered(backend)
         if context.unreported:
             self._report(context)
@@ -105,7 +103,7 @@ class Failures:
 
     def refusing(self, policy: Policy) -> frozenset[str]:
         """Return the backends that have just refused a request because of load: others come before them."""
-        return self.refusals.just_now(policy, self._clock.now()) if self.refusals else _NO_BACKENDS
+        return self.refusals.just_now(policy, self._clock.now())
 
     def _report(self, context: RequestContext) -> None:
         for attempt in context.unreported:

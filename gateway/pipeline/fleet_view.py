@@ -25,6 +25,7 @@ from gateway.ports import Fleet, Ledger, PrefixIndex
 _NO_SHARES: Mapping[str, float] = MappingProxyType({})
 _NO_WAITERS: Mapping[str, int] = MappingProxyType({})
 _NO_OFFERS: Mapping[str, Load] = MappingProxyType({})
+_NO_BACKENDS: frozenset[str] = frozenset()
 
 
 class FleetView:
@@ -100,9 +101,10 @@ class FleetView:
         """Return snapshots of backends."""
         statuses, load_of, shares_max = self._fleet.statuses(), self._ledger.load, self._watch.shares_max()
         kv_taken, objections = self._counts.kv_taken, self._objections()
-        if self._failures.doubts.rows:
-            statuses, objections = self._failures.doubting(self.newest, statuses, objections)
-        refusing = self._failures.refusing(self.newest)
+        failures = self._failures
+        if failures.doubts.rows:
+            statuses, objections = failures.doubting(self.newest, statuses, objections)
+        refusing = failures.refusing(self.newest) if failures.refusals.last_at else _NO_BACKENDS
         views: dict[str, BackendView] = {}
         if not (kv_taken or long_waiting or objections or shares_max or refusing):  # the usual case
             for name, backend in backends.items():

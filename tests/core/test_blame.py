@@ -122,7 +122,7 @@ def test_a_server_is_in_no_doubt_for_what_the_one_at_the_former_url_did() -> Non
 
 def test_what_has_refused_a_request_is_known_for_a_while() -> None:
     made = Refusals()
-    assert not made
+    assert not made.last_at
     made.refused(LIGHT_0, 100.0)
     made.refused(LIGHT_0, 100.5)
     made.refused(BACKENDS["gone"], 100.5)
@@ -131,7 +131,7 @@ def test_what_has_refused_a_request_is_known_for_a_while() -> None:
     assert made.just_now(POLICY, 100.5 + REFUSED_S) == frozenset()
     assert made.since_answered(POLICY) == {"light-0"}
     made.just_now(POLICY, 100.5 + REPEATED_S)
-    assert not made
+    assert not made.last_at
     assert made.since_answered(POLICY) == frozenset()
 
 
