@@ -140,6 +140,16 @@ def test_more_sequences_of_a_document_than_the_cap_may_run_alone() -> None:
     assert verdict(Gates(long_seqs=2), ANSWERED, 50_000, seqs=3) is Exclusion.LONG_FULL
 
 
+def test_a_request_with_more_long_prompts_than_are_read_at_once_may_run_alone() -> None:
+    gates = Gates(long_prefills=2)
+    wanted = admission.claim(WIDE, replace(demand(50_000, seqs=3), prompts=3), gates, 20.0)
+    most = admission.limits(WIDE, wanted, gates)
+
+    assert (wanted.long_unanswered, wanted.prefill_ms) == (3, 60_000)
+    assert admission.full(Load(), wanted, most) is None
+    assert admission.full(READING, wanted, most) is Exclusion.LONG_PREFILL
+
+
 @pytest.mark.parametrize(
     ("blocks", "kv_taken", "reason"),
     [

@@ -88,10 +88,11 @@ def test_a_replica_that_is_out_is_not_preferred() -> None:
 
 def test_an_answer_ends_a_doubt() -> None:
     made = doubts(*in_a_row("light-0"))
-    made.answered(LIGHT_0)
-    made.answered(BACKENDS["light-1"])
+    assert made.answered(LIGHT_0)
+    assert not made.answered(BACKENDS["light-1"])
     assert not made.rows
     assert not made.failed(LIGHT_0, b"x", 100.0)
+    assert not made.answered(LIGHT_0)  # there was none yet
 
 
 def test_what_is_remembered_of_a_row_has_a_bound() -> None:

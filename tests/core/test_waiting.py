@@ -2218,6 +2218,19 @@ def test_a_class_stays_as_long_as_the_others_did_though_none_of_them_runs() -> N
     assert site.line.drains_per_s(150.0)["gemma", "other"] == pytest.approx(3 / 10)
 
 
+def test_a_class_stays_as_long_as_the_others_did_on_average() -> None:
+    site = Site(knee=4)
+    for name, stay_s in (("short", 10.0), ("long", 20.0)):
+        site.enter(name, 0.0, traffic_class=replace(PATIENT, name=name))
+        site.start(0.0)
+        site.end(name, stay_s)
+    for number in range(3):
+        site.enter(f"{number}", 100.0, traffic_class=replace(PATIENT, name="other"))
+    site.start(100.0)
+
+    assert site.line.drains_per_s(150.0)["gemma", "other"] == pytest.approx(3 / 15)
+
+
 def test_how_long_requests_stay_is_a_moving_average() -> None:
     site = Site()
     drained(site, 10.0)
@@ -3283,6 +3296,7 @@ def test_what_starts_beside_a_document_does_not_make_it_take_longer(asked: Mappi
     site.start()
     site.document("beside", 30.0, asked["prompt"], **asked)
     assert site.start(30.0) == ["beside"]
+    assert site.line.reading_here(30.0) == {"push": 10.0}
     site.document("second", 35.0, 20_000)
     site.start(35.0)
 
@@ -3465,6 +3479,44 @@ def test_a_document_with_images_waits_for_the_gate_whatever_its_backend_has_seen
 
     asked = Demand(seqs=1, prompt_tokens=80_000, total_tokens=80_100, images=1)
     assert site.wait_s(10.0, demand=asked, prefix_shares={"push": 0.9}) == pytest.approx(30 + 20)
+
+
+def test_who_finds_the_gate_of_one_backend_open_does_not_wait_for_that_of_another() -> None:
+    site = Library(push=2)
+    site.document("read-now", 0.0, 40_000)
+    site.start()
+    site.loads["push-1"] = Load(seqs=1, prefill_ms=2_000)
+    for name in ("runs", "waits"):  # elsewhere
+        site.enter(name, 1.0)
+        site.start(1.0)
+
+    assert site.wait_s(10.0) is None
+
+
+@pytest.mark.parametrize(
+    ("pools", "failed", "wait_s"), [(("light", "push"), "light", 30), (("push", "light"), "push", 50 + 20)]
+)
+def test_a_document_waits_for_the_gate_of_the_first_pool_that_could_take_it(
+    pools: tuple[str, ...], failed: str, wait_s: float
+) -> None:
+    site = Library(push=2)
+    for number, tokens in enumerate((40_000, 60_000)):
+        site.document(f"read-now-{number}", 0.0, tokens)
+    assert len(site.start()) == 2
+    site.document("second", 1.0, 20_000)
+    site.start(1.0)
+
+    asked = {"traffic_class": replace(LONG, name="both", pools=pools), "failed": frozenset({failed})}
+    assert site.wait_s(10.0, **asked) == pytest.approx(wait_s)
+
+
+def test_a_document_waits_for_a_model_that_is_out_as_others_do() -> None:
+    site = Library()
+    site.line.expect({"push": 300.0})
+
+    refused = site.document("a", 0.0, 40_000, traffic_class=hasty(299.0))
+    assert refused is not None
+    assert (refused.reason, refused.expected_wait_s) == (Reason.WAIT_TOO_LONG, 300.0)
 
 
 def test_a_document_that_its_backend_has_lost_is_read_as_a_whole_before_others() -> None:

@@ -140,7 +140,7 @@ class Forecasts:
         Slots that other requests free meanwhile are of no use to it.
         """
         busy_s, factors = [], []
-        at_once = max(1, entry.ticket.reading_pool.gates.long_prefills or 0)
+        at_once = entry.ticket.reading_pool.gates.long_prefills or 1
         for view in _readers(entry.ticket, views):
             prefills = self._prefills_of(view.backend.id)
             is_open = view.load.long_unanswered < at_once
