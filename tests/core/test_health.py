@@ -115,6 +115,10 @@ SCRIPTS: dict[str, tuple[list[tuple[float, Event]], list[str]]] = {
         [(0, OK), *((at, event) for at in range(1, 32) for event in (sample(5), TIMEOUT))],
         [U] * 61 + [H] * 2,
     ),
+    "a-hang-whose-probes-stay-slow-is-down-in-the-end": (
+        [(0, OK), (1, sample(5)), *((at, event) for at in (31, 32, 131) for event in (sample(5), TIMEOUT))],
+        [U, U, H, H, H, H, H, DOWN],
+    ),
     "slow-probes-of-an-idle-engine-eject": (
         [(0, OK), *((at, event) for at in range(1, 4) for event in (sample(5, running=0), TIMEOUT))],
         [U] * 6 + [X],
@@ -328,6 +332,10 @@ SCRIPTS: dict[str, tuple[list[tuple[float, Event]], list[str]]] = {
         [(0, OK), (1, sample(9)), (2, STOPPING), (3, sample(0, start=2e9))],
         [U, U, D, P],
     ),
+    "an-engine-that-drains-in-silence-does-not-hang": (
+        [(0, OK), (1, sample(5)), (2, STOPPING), *((at, TIMEOUT) for at in (10, 11, 12, 40))],
+        [U, U, D, D, D, D, D],
+    ),
     "an-engine-that-only-seemed-to-drain": ([(0, OK), (1, STOPPING), (60.9, OK), (61, OK)], [U, D, D, P]),
     "streams-end-well-while-it-drains": ([(0, OK), (1, STOPPING), (2, SERVED), (2, FAILED)], [U, D, D, D]),
     "a-late-report-of-draining": ([(0, OK), (1, REFUSED), (1, STOPPING)], [U, B, B]),
@@ -398,6 +406,18 @@ def test_an_ejection_says_how_many_failures_there_were_and_not_of_what(failure: 
     assert status.reason == f"3 failures, the last: {status.last_error}; out for at least 5 s"
 
 
+def test_a_success_forgives_one_failure_from_anywhere() -> None:
+    status = play((0, OK), (1, FAILED), (1, FAILED), (2, SERVED), (3, FAILED), (4, FAILED))[-1]
+    assert status.reason.startswith("3 failures, the last: ")
+    assert (status.is_own_verdict, status.is_shunned) == (True, False)
+
+
+def test_what_began_at_a_former_url_proves_nothing_about_the_one_there_is() -> None:
+    moved = BackendStatus(since=10.0, tried_since=10.0)
+    for started_at, state in ((9.9, State.UNKNOWN), (10.0, State.UP)):
+        assert play((11, Attempt(Outcome.OK, started_at=started_at)), status=moved)[-1].state is state
+
+
 @pytest.mark.parametrize(
     "outcome", [Outcome.UNREACHABLE, Outcome.TIMEOUT, Outcome.FAILED, Outcome.MISCONFIGURED]
 )
@@ -431,7 +451,7 @@ def test_the_penalty_doubles_up_to_a_minute_and_a_good_spell_forgives_it() -> No
     ("version", "fault", "seen"),
     [
         ("0.32.0", REFUSED, [False, False, False, True, False]),
-        ("0.32.0", TIMEOUT, [False, False, False, False, False]),  # its network, perhaps
+        *(("0.32.0", fault, [False] * 5) for fault in (TIMEOUT, UNRESOLVED)),  # its network, perhaps
         ("", REFUSED, [False, False, False, False, False]),  # not vLLM: it may finish behind a closed port
     ],
 )
@@ -457,9 +477,11 @@ def test_a_vllm_that_refuses_for_a_while_will_not_answer_what_it_has(
     ],
 )
 def test_when_to_ask_again_for_one_that_is_out(state: State, out_s: float, asked_s: float) -> None:
-    status = BackendStatus(state, since=1_000.0 - (60.0 if state is State.EJECTED else out_s))
+    since, until = (60.0, out_s) if state is State.EJECTED else (out_s, 60.0)
+    idle = BackendStatus(state, 1_000.0 - since, ejected_until=1_000.0 - until, engine=EngineSample(at=900.0))
 
-    assert retry_after_s(replace(status, ejected_until=1_000.0 - out_s), 1_000.0) == asked_s
+    assert retry_after_s(idle, 1_000.0) == asked_s
+    assert retry_after_s(replace(idle, engine=None), 1_000.0) == asked_s
 
 
 def test_when_to_ask_again_for_one_that_hung_depends_on_whether_its_requests_have_left() -> None:
@@ -571,6 +593,8 @@ def test_what_an_operator_is_told_of_a_backend() -> None:
     seen = play(*[event for event, _ in told])
     assert [status.reason for status in seen] == [reason for _, reason in told]
     assert play((0, REFUSED), (30, OK))[-1].reason == "answers, after 30 s"
+    silent = play((0, OK), (1, sample(5)), (31, sample(5)), (61, OK))[-1]
+    assert silent.reason == "was hung; its metrics are no longer available"
     expired = ProbeFailed(ProbeFault.TLS, "TLS: certificate has expired")
     back = play((0, OK), (1, REFUSED), (2, expired), (50, TIMEOUT), (101, expired), (102, REFUSED))
     assert [status.reason for status in back[2:]] == [

@@ -77,6 +77,10 @@ SCRIPTS: dict[str, tuple[list[tuple[float, Event]], list[str]]] = {
         [(0, OK), (1, says()), (6, OK), (6, says(by="third"))],
         [U, X, P, X],
     ),
+    "a-verdict-counts-until-it-is-over": (
+        [(0, OK), (1, says(left_s=0.5)), (1.4, OK), (1.5, OK)],
+        [U, X, X, P],
+    ),
     "a-verdict-that-is-over-is-none": ([(0, OK), (1, says(left_s=0.0)), (2, says())], [U, U, U]),
     "an-older-verdict-that-comes-late": ([(0, OK), (1, says(number=3)), (6, OK), (7, says())], [U, X, P, P]),
     "in-probation-too": ([(0, OK), (1, REFUSED), (2, OK), (3, says())], [U, B, P, X]),
