@@ -192,6 +192,37 @@ def test_a_start_elsewhere_takes_time_no_further_than_its_own_key() -> None:
     assert [shares.begin(key) for key in ("new", "another", "waits")] == [0, 10, 100]
 
 
+def test_a_start_elsewhere_takes_time_no_further_than_what_waits_here() -> None:
+    shares = Shares([])
+    shares.join("waits")
+    shares.charge("waits", 100)
+
+    for _ in range(2):
+        shares.charge_elsewhere("another", 1000)
+
+    assert [shares.begin(key) for key in ("new", "another", "waits")] == [100, 2000, 100]
+
+
+def test_a_start_elsewhere_gives_nothing_back_of_what_a_key_has_started_here() -> None:
+    shares = Shares([])
+    shares.join("waits")
+    shares.start("a", 2 * PUT_BACK_TOKENS)  # several answers to one long prompt
+
+    shares.charge_elsewhere("a", 10)
+
+    assert shares.begin("a") == 2 * PUT_BACK_TOKENS
+
+
+def test_an_account_takes_over_how_far_keys_were_ahead_in_another() -> None:
+    other, shares = Shares([]), Shares([])
+    for _ in range(2):
+        other.start("a", 1000)
+
+    shares.absorb(other)
+
+    assert [shares.begin(key) for key in ("new", "a")] == [0, 1000]
+
+
 def test_who_has_left_is_not_kept_for_as_long_as_it_might_have_waited() -> None:
     site = Site()
     site.enter("runs")
@@ -1517,12 +1548,12 @@ def test_a_chat_does_not_spill_while_a_document_waits_there_at_another_gateway()
 # ------------------------------------------------------------------ large requests of other processes
 
 
-def of_two(large: str = "large", *, is_job: bool = False, at: float = 0.0) -> Site:
+def of_two(large: str = "large", *, is_job: bool = False, at: float = 0.0, waited_s: float = 0.0) -> Site:
     """Return a site with two of four places taken, where a request for all four waits."""
     site = Site(knee=4)
     site.loads["light"] = Load(seqs=2, share=500_000)
     demand = Demand(seqs=4, prompt_tokens=100, total_tokens=200, is_job=is_job)
-    site.enter(large, at, demand=demand, traffic_class=PATIENT)
+    site.enter(large, at, demand=demand, traffic_class=PATIENT, waited_s=waited_s)
     assert site.start(at) == []
     return site
 
@@ -1583,11 +1614,13 @@ def test_it_leaves_that_room_no_longer_than_it_hears_of_it() -> None:
     assert here.start(6.0) == ["small"]
 
 
-@pytest.mark.parametrize(("there_at", "first"), [(1.0, "there"), (2.0, "here")])
+@pytest.mark.parametrize(
+    ("there_at", "waited_s", "first"), [(1.0, 0.0, "there"), (2.0, 0.0, "here"), (2.0, 1.0, "there")]
+)
 def test_of_two_large_ones_at_two_gateways_the_one_that_waits_longer_goes_first(
-    there_at: float, first: str
+    there_at: float, waited_s: float, first: str
 ) -> None:
-    there, here = of_two("there", at=there_at), of_two("here", at=1.5)
+    there, here = of_two("there", at=there_at, waited_s=waited_s), of_two("here", at=1.5)
     here.line.note_blocked(there.line.blocked_here(4.0), 4.0)
     there.line.note_blocked(here.line.blocked_here(4.0), 4.0)
     here.loads["light"] = there.loads["light"] = Load()
@@ -1715,6 +1748,16 @@ def test_one_that_is_tried_again_waits_no_longer_in_all() -> None:
     (refused,) = site.turn(5.3).refused
     assert refused.reason is Reason.WAITED_TOO_LONG
     assert refused.waited_s == pytest.approx(1.2)
+
+
+def test_one_that_has_failed_somewhere_may_wait_as_long_as_any_other() -> None:
+    site = Site()
+    site.enter("running")
+    site.start()
+    site.enter("again", 5.0, failed=frozenset({"push"}))
+
+    assert site.turn(6.19).refused == []
+    assert [one.id for one in site.turn(6.2).refused] == ["again"]
 
 
 def test_one_that_is_tried_again_is_sent_behind_and_refused_by_all_it_has_waited() -> None:
