@@ -105,9 +105,13 @@ def test_answers_in_one_piece_are_neither_decoding_nor_waiting() -> None:
 def test_what_others_run_cannot_be_seen_and_counts_from_when_it_is_known() -> None:
     meter = GapMeter(0.0)
     meter.others(1.0, share=40, seqs=2)
-    meter.others(2.5, share=10, seqs=1)
+    meter.others(2.0, share=50, seqs=2)
+    meter.others(2.5, share=50, seqs=1)
 
-    assert meter.close(3.0) == GapWindow(duration_s=3.0, hidden_seq_s=3.0 + 0.5, share_s=60 + 5, share_max=40)
+    assert meter.close(3.0) == GapWindow(
+        duration_s=3.0, hidden_seq_s=3.0 + 0.5, share_s=40 + 25 + 25, share_max=50
+    )
+    assert meter.close(4.0) == GapWindow(duration_s=1.0, hidden_seq_s=1.0, share_s=50, share_max=50)
 
 
 @pytest.mark.parametrize("first, second", [("is_job", "is_spill"), ("is_spill", "is_job")])
@@ -232,6 +236,8 @@ def standstill(decoding: float, waiting: float, span_s: float) -> GapWindow:
         (32, window(30, 20, most=32), 34, Move.UP),
         (32, window(80, 40), 32, Move.WATCHING),
         (32, window(80, 32, span_s=8), 32, Move.WATCHING),
+        (32, window(70, 32, span_s=9), 32, Move.WATCHING),
+        (32, window(200, 32, span_s=12), 32, Move.WATCHING),
         (32, window(80, 32, span_s=12), 28.8, Move.DOWN),
         (32, window(55, 32, span_s=12), 32, Move.WATCHING),
         (32, window(60, 0), 32, Move.HELD_NOT_FULL),
@@ -258,6 +264,8 @@ def standstill(decoding: float, waiting: float, span_s: float) -> GapWindow:
         "full-for-a-moment",
         "streams-from-before",
         "too-short",
+        "too-short-for-many-steps-too",
+        "too-few-steps",
         "short-but-far",
         "short-and-near",
         "idle",
