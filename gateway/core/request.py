@@ -87,6 +87,10 @@ Changes = Mapping[tuple[str, ...], object]
 NO_CHANGES: Changes = MappingProxyType({})
 
 
+SECRET_HEADERS = frozenset({"authorization", "cookie", "proxy-authorization"})
+"""Headers that no request carries here, in lower case: what is kept or shown of requests holds no secrets."""
+
+
 @valueclass(frozen=True, slots=True)
 class Request:
     """The parts of a request that the gateway interprets. The body itself is forwarded as bytes.

@@ -11,7 +11,7 @@ from litestar.types import Send
 
 from gateway.cohort import Cohort
 from gateway.core.errors import CallerError, Draining, GatewayError, let_go
-from gateway.core.request import Endpoint
+from gateway.core.request import SECRET_HEADERS, Endpoint
 from gateway.core.trace import Trace
 from gateway.core.usage import Ending
 from gateway.downstream import wire
@@ -37,7 +37,6 @@ from gateway.ports import Arrival, Clock, Headers, Recorder
 log = logging.getLogger("gateway.downstream")
 
 _FORWARDED = frozenset({b"traceparent", b"tracestate"})
-_SECRET = frozenset({"authorization", "cookie", "proxy-authorization"})
 
 
 class Serving:
@@ -101,7 +100,7 @@ class Serving:
         found = _headers(headers)
         key = self._keys.name_of(found)
         check_encoding(found.get("content-encoding"))
-        for secret in _SECRET:
+        for secret in SECRET_HEADERS:
             found.pop(secret, None)
         forwarded = [pair for pair in headers if pair[0] in _FORWARDED]
         return Head(found, key, forwarded, _traceparent(forwarded), self._keys.number)

@@ -4,9 +4,12 @@ import re
 from typing import Any
 
 from gateway.core.policy import Bound, Comparison
+from gateway.core.request import SECRET_HEADERS
 
 _PART = re.compile(r"\s*(>=|>|<=|<|==|=|)\s*([0-9]+(?:_[0-9]+)*)\s*")
 _GROUPED = re.compile(r"[0-9]{1,3}(?:,\s?[0-9]{3})+(?![0-9])")
+_HEADER_NAME = re.compile(r"[0-9a-z!#$%&'*+.^_`|~-]+")
+"""A token of RFC 9110, 5.6.2, in lower case."""
 _HELP = 'write ">= 16000", "< 100", 4, or several as ">= 16000, < 100000"'
 
 
@@ -36,6 +39,22 @@ def count_bounds(written: Any) -> tuple[Bound, ...]:
     if isinstance(written, str) and written.strip().lower() in {"true", "false"}:  # from ${VAR}
         return count_bounds(written.strip().lower() == "true")
     return bounds(written)
+
+
+def header_name(written: str) -> str:
+    """Return the name of a request header in lower case.
+
+    Raises:
+        ValueError: no request has such a header when it is classified.
+    """
+    name = written.lower()
+    if not _HEADER_NAME.fullmatch(name):
+        raise ValueError("no header can have this name")
+    if name in SECRET_HEADERS:
+        raise ValueError(
+            "this header is removed before requests are classified; for API keys, there is `key`"
+        )
+    return name
 
 
 def header_values(written: Any) -> tuple[str, ...]:

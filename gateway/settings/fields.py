@@ -27,7 +27,7 @@ from gateway.core.policy import Bound
 from gateway.core.versions import VersionBound
 from gateway.core.webhooks import EVENT_TYPES
 from gateway.profiles.figures import prompt_tokens_max
-from gateway.settings.conditions import bounds, count_bounds, header_values
+from gateway.settings.conditions import bounds, count_bounds, header_name, header_values
 
 
 class Section(BaseModel):
@@ -182,6 +182,8 @@ CountComparisons = Annotated[
     WithJsonSchema({"anyOf": [{"type": "boolean"}, *_COMPARISONS["anyOf"]]}),
 ]
 """A condition on a count: also true (any) and false (none)."""
+
+HeaderName = Annotated[str, AfterValidator(header_name)]
 
 HeaderValues = Annotated[
     tuple[str, ...],

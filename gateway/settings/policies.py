@@ -148,7 +148,7 @@ def _when(section: WhenSection) -> When:
         reasoning=section.reasoning,
         stream=section.stream,
         keys=section.key or (),
-        headers=tuple((name.lower(), values) for name, values in section.header.items()),
+        headers=tuple(section.header.items()),
     )
 
 

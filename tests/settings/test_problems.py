@@ -185,6 +185,16 @@ def test_what_is_no_origin(checked: Check, plain: str, written: str, message: st
             ("[light, push]}", "[light, push], when: {images: 1.5}}"), "not a comparison", id="condition"
         ),
         pytest.param(
+            ("[light, push]}", "[light, push], when: {header: {Authorization: x}}}"),
+            "removed before requests are classified",
+            id="header-with-a-secret",
+        ),
+        pytest.param(
+            ("[light, push]}", "[light, push], when: {header: {X-Team A: x}}}"),
+            "no header can have this name",
+            id="header-with-a-space",
+        ),
+        pytest.param(
             ("[light, push]}", "[light, push], when: {key: bob}}"), "no API key", id="key-without-keys"
         ),
         pytest.param(

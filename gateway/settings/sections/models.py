@@ -10,6 +10,7 @@ from gateway.settings.fields import (
     Comparisons,
     Count,
     CountComparisons,
+    HeaderName,
     HeaderValues,
     Names,
     Positive,
@@ -56,8 +57,8 @@ class WhenSection(Section):
     key: Names | None = None
     """Name of the caller's API key under `keys`: one, or a list of accepted names."""
 
-    header: dict[str, HeaderValues] = Field(default_factory=dict)
-    """Request headers by name: the value, a list of accepted values, or true for any value."""
+    header: dict[HeaderName, HeaderValues] = Field(default_factory=dict)
+    """Request headers by name, none with secrets: the value, a list of accepted values, or true for any."""
 
 
 class WaitingSection(Section):
