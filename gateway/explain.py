@@ -84,15 +84,19 @@ def ask(
         answer = command_http.request("POST", url, timeout_s=command_http.ADMIN_S, content=content)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise NotAnswered(f"{url}: {error}") from error
+    foreign = f"{url}: not the answer of a gateway (status {answer.status_code})"  # a proxy, another program
     try:
         found = answer.json()
-    except ValueError as error:  # a proxy's, or another program's
-        raise NotAnswered(f"{url}: not the answer of a gateway (status {answer.status_code})") from error
-    if answer.status_code != 200 or not isinstance(found, dict):
-        raise NotAnswered(f"{url}: {_message(found) or answer.status_code}")
-    if "decision" not in found and (refused := found.get("refused")):
-        raise _Refused(refused)
-    return found
+    except ValueError as error:
+        raise NotAnswered(foreign) from error
+    if answer.status_code != 200 and (message := _message(found)):
+        raise NotAnswered(f"{url}: {message}")
+    if answer.status_code == 200 and isinstance(found, dict):
+        if isinstance(found.get("decision"), dict):
+            return found
+        if isinstance(refused := found.get("refused"), dict):
+            raise _Refused(refused)
+    raise NotAnswered(foreign)
 
 
 class _Refused(GatewayError):

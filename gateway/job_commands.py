@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,9 @@ DEFAULT = "http://127.0.0.1:9090"
 
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _STYLES = {"completed": "green", "failed": "red", "in_progress": "cyan", "cancelled": "dim"}
+
+_LIST, _JOB, _DRAIN = {"drained", "lanes", "jobs"}, {"id", "status", "position"}, {"drained"}
+"""Members by which an answer of the admin port is known from that of another server. A choice."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -78,7 +81,7 @@ def list_(
     """Show the lanes with their waiting and running jobs, then the jobs, newest first."""
     filters = {"status": status, "key": key, "lane": lane, "limit": str(limit)}
     asked = {name: value for name, value in filters.items() if value is not None}
-    view = _ask("GET", _base(admin, config), "", asked)
+    view = _ask("GET", _base(admin, config), "", _LIST, asked)
     if as_json:
         click.echo(json.dumps(view, indent=2))
         return
@@ -96,7 +99,7 @@ def list_(
 @_common
 def show(job_id: str, admin: str | None, config: Path | None, as_json: bool) -> None:
     """Show everything known about a job, except the text of request and answer."""
-    view = _ask("GET", _base(admin, config), f"/{quote(job_id, safe='')}")
+    view = _ask("GET", _base(admin, config), f"/{quote(job_id, safe='')}", _JOB)
     if as_json:
         click.echo(json.dumps(view, indent=2))
     else:
@@ -108,7 +111,7 @@ def show(job_id: str, admin: str | None, config: Path | None, as_json: bool) -> 
 @_common
 def cancel(job_id: str, admin: str | None, config: Path | None, as_json: bool) -> None:
     """Cancel a waiting or running job. Fails if it has ended."""
-    view = _ask("POST", _base(admin, config), f"/{quote(job_id, safe='')}/cancel")
+    view = _ask("POST", _base(admin, config), f"/{quote(job_id, safe='')}/cancel", _JOB)
     _done(view, as_json, f"{view['id']} is {view['status']}")
     if view["status"] != JobStatus.CANCELLED:
         fail(f"{_plain(view['id'])} had already ended")
@@ -119,7 +122,7 @@ def cancel(job_id: str, admin: str | None, config: Path | None, as_json: bool) -
 @_common
 def retry(job_id: str, admin: str | None, config: Path | None, as_json: bool) -> None:
     """Run a failed or cancelled job again from the start. It no longer expires."""
-    view = _ask("POST", _base(admin, config), f"/{quote(job_id, safe='')}/retry")
+    view = _ask("POST", _base(admin, config), f"/{quote(job_id, safe='')}/retry", _JOB)
     place = "" if view["position"] is None else f", place {view['position']} of {view['lane']}"
     _done(view, as_json, f"{view['id']} is {view['status']}{place}")
 
@@ -132,7 +135,7 @@ def drain(undo: bool, admin: str | None, config: Path | None, as_json: bool) -> 
 
     The order is kept in the store: it survives restarts, until --undo.
     """
-    view = _ask("POST", _base(admin, config), "/undrain" if undo else "/drain")
+    view = _ask("POST", _base(admin, config), "/undrain" if undo else "/drain", _DRAIN)
     _done(view, as_json, "workers take jobs" if not view["drained"] else _drained(view).plain)
 
 
@@ -162,19 +165,19 @@ def _base(admin: str | None, config: Path | None) -> str:
     return f"http://{tcp.address(host, where.port)}"
 
 
-def _ask(method: str, base: str, path: str, query: Mapping[str, str] | None = None) -> Any:
-    """Return the admin port's answer. Ends the command with status 1 if it is an error."""
+def _ask(method: str, base: str, path: str, members: Set[str], query: Mapping[str, str] | None = None) -> Any:
+    """Return the admin port's answer. Ends the command with status 1 if it is an error or lacks `members`."""
     try:
         url = f"{base}/admin/jobs{path}"
         answer = command_http.request(method, url, timeout_s=command_http.ADMIN_S, params=query)
         said = answer.json()
-        if answer.status_code == 200:
+        if answer.status_code == 200 and said.keys() >= members:
             return said
         fail(_plain(said["error"]["message"]))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         reason = str(error) or type(error).__name__
         fail(f"nothing answers at {base}: {reason}; give the admin port with --admin URL or --config FILE")
-    except (ValueError, KeyError, TypeError):
+    except (AttributeError, ValueError, KeyError, TypeError):  # a proxy's, or another program's
         fail(f"{base} is not the admin port of a gateway (status {answer.status_code})")
 
 

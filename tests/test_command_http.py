@@ -1,15 +1,18 @@
-"""Commands that ask over https trust the authorities that the system trusts."""
+"""Commands that ask another process over HTTP: whom they trust, and what they say of a foreign answer."""
 
 import ssl
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 
+import anyio.to_thread
 import httpx
 import pytest
 from click.testing import CliRunner
 from support.certificates import self_signed
+from support.raw_server import always, raw_server
 
 from gateway.cli import main
 
@@ -74,3 +77,22 @@ def test_a_host_that_cannot_be_a_name_is_an_error_of_one_line(arguments: list[st
     assert (result.exit_code, result.exc_info and result.exc_info[0]) == (1, SystemExit)
     assert url in result.output
     assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("explain - --live", "/admin/explain: not the answer of a gateway (status 200)"),
+        *(
+            (f"jobs {command} --admin", " is not the admin port of a gateway (status 200)")
+            for command in ("list", "list --json", "show one", "cancel one", "retry one", "drain")
+        ),
+    ],
+)
+@pytest.mark.parametrize("body", ['{"status": "ok"}', '{"refused": 1, "id": 1}', "[]", "null"])
+async def test_json_of_another_server_is_an_error_of_one_line(command: str, says: str, body: str) -> None:
+    page = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n{body}"
+    async with raw_server(always(page.encode())) as other:
+        run = partial(CliRunner().invoke, main, [*command.split(), other.url], input="{}")
+        result = await anyio.to_thread.run_sync(run)
+    assert (result.exit_code, result.output) == (1, f"{other.url}{says}\n")
