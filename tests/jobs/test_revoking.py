@@ -57,3 +57,12 @@ def test_of_more_than_can_be_remembered_the_oldest_are_left(monkeypatch: pytest.
         revocations.add(id, Store())
 
     assert list(revocations._stores) == ["b", "c"]
+
+
+def test_what_is_left_at_the_end_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    revocations = Revocations()
+    revocations.add("a", Store())
+    revocations.add("b", Store())
+    revocations.give_up()
+
+    assert [text.split()[0] for text in caplog.messages] == ["a", "b"]

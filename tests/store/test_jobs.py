@@ -1384,6 +1384,22 @@ async def test_whoever_listens_hears_again_after_the_store_was_away(
     await jobs.aclose()
 
 
+async def test_without_the_right_to_info_changes_are_heard(stoppable: RedisServer) -> None:
+    redis: Any = Redis.from_url(stoppable.url, decode_responses=True)
+    async with limited(stoppable) as url:
+        await redis.execute_command("ACL", "SETUSER", "gateway", "-info")
+        jobs = Jobs(url)
+        await jobs.submit(new_job("a"), QUOTA)
+        async with listening(jobs), anyio.create_task_group() as tasks:
+            tasks.start_soon(waits, jobs, "a", 0)
+            await is_heard(JobWorld(stoppable.url, "gw", redis), "a")
+            await jobs.cancel("a")
+        await jobs.aclose()
+        assert {refused["object"] for refused in await redis.acl_log()} == {"info"}
+        await redis.acl_log_reset()
+    await redis.aclose()
+
+
 async def test_the_documented_acl_is_enough(stoppable: RedisServer) -> None:
     async with limited(stoppable) as url:
         jobs = Jobs(url, lost_s=0.2)
