@@ -46,6 +46,16 @@ def _common(command: F) -> F:
     return command
 
 
+def _named(_: click.Context, param: click.Parameter, job_id: str) -> str:
+    """Return the id. An empty one, such as an unset variable of a script, would ask for all jobs."""
+    if not job_id:
+        raise click.BadParameter("it is empty", param=param)
+    return job_id
+
+
+_of_a_job = click.argument("job_id", metavar="ID", callback=_named)
+
+
 @click.group()
 def jobs() -> None:
     """List, inspect, cancel, retry and drain jobs.
@@ -95,7 +105,7 @@ def list_(
 
 
 @jobs.command()
-@click.argument("job_id", metavar="ID")
+@_of_a_job
 @_common
 def show(job_id: str, admin: str | None, config: Path | None, as_json: bool) -> None:
     """Show everything known about a job, except the text of request and answer."""
@@ -107,7 +117,7 @@ def show(job_id: str, admin: str | None, config: Path | None, as_json: bool) -> 
 
 
 @jobs.command()
-@click.argument("job_id", metavar="ID")
+@_of_a_job
 @_common
 def cancel(job_id: str, admin: str | None, config: Path | None, as_json: bool) -> None:
     """Cancel a waiting or running job. Fails if it has ended."""
@@ -118,7 +128,7 @@ def cancel(job_id: str, admin: str | None, config: Path | None, as_json: bool) -
 
 
 @jobs.command()
-@click.argument("job_id", metavar="ID")
+@_of_a_job
 @_common
 def retry(job_id: str, admin: str | None, config: Path | None, as_json: bool) -> None:
     """Run a failed or cancelled job again from the start. It no longer expires."""

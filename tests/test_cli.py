@@ -362,6 +362,14 @@ def test_a_url_that_is_none_is_a_sentence(command: list[str]) -> None:
     assert "http://" in result.output
 
 
+@pytest.mark.parametrize("command", ["show", "cancel", "retry"])
+def test_an_empty_id_of_a_job_is_none(command: str) -> None:
+    result = run("jobs", command, "", "--admin", "http://127.0.0.1:9")
+
+    assert result.exit_code == 2
+    assert "it is empty" in result.output
+
+
 SIMULATE = ["simulate", "--profile", "generic"]
 
 
