@@ -97,9 +97,10 @@ async def working(
     on_attempt: Callable[[AttemptEnd], None] = lambda _: None,
     serves: Callable[[], Serving] = serves,
     can_run_lane: Callable[[str], bool] = lambda _: True,
+    reads: Callable[[Job, bytes], Incoming] = read,
 ) -> AsyncIterator[Worker]:
     """Run a worker while the block runs."""
-    worker = Worker(store, name, read, backend.run, rules, serves, tokens_of, can_run_lane, on_attempt)
+    worker = Worker(store, name, reads, backend.run, rules, serves, tokens_of, can_run_lane, on_attempt)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(store.run)
         tasks.start_soon(worker.run)
@@ -1074,6 +1075,18 @@ async def test_a_job_that_every_configuration_refuses_ends_with_the_refusal(worl
     asked = [len(backend.asked) for backend in backends]
     assert min(asked) > 0
     assert sum(asked) == 1 + RULES.attempts_max  # the first was left to the other
+
+
+async def test_a_job_whose_request_every_configuration_refuses_ends_with_the_refusal(world: JobWorld) -> None:
+    def reads(job: Job, body: bytes) -> Incoming:
+        raise InvalidRequest("Images have to come as `data:` URLs.")
+
+    store, backend = world.open(), Backend()
+    async with working(store, backend, reads=reads):
+        await submit(store, "a")
+        job = await ended(store, "a")
+    assert job.error == JobError("invalid_request", "Images have to come as `data:` URLs.")
+    assert (job.attempt, len(backend.asked)) == (RULES.attempts_max, 0)
 
 
 async def test_a_configuration_that_is_given_up_is_not_waited_for(world: JobWorld) -> None:

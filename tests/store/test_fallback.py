@@ -146,6 +146,18 @@ async def test_the_server_is_told_of_all_that_it_is_to_know(stoppable: RedisServ
                 await anyio.lowlevel.checkpoint()
 
 
+@pytest.mark.parametrize(("step", "left"), [("answered", CLAIM.after_first_token), ("release", Load())])
+async def test_a_request_whose_end_finds_the_server_gone_ends(
+    stoppable: RedisServer, step: str, left: Load
+) -> None:
+    gateway = Gateway(stoppable.url)  # not run, or it would find that out before
+    slot = await gateway.take()
+    stoppable.kill()
+    await getattr(gateway.ledger, step)(slot)
+    assert (gateway.ledger.mode, gateway.ledger.load("b")) == (Mode.ALONE, left)
+    await gateway.ledger.aclose()
+
+
 async def test_slots_are_shared_again_on_the_server_that_took_the_place_of_one(tmp_path: Path) -> None:
     with failover("valkey-9", tmp_path) as servers:
         gateway = Gateway(servers.url)
