@@ -36,6 +36,7 @@ from gateway.core.batches import (
     request_of,
     unanswered_line,
 )
+from gateway.core.chat_jobs import failure
 from gateway.core.errors import CallerError, GatewayError, StoreUnavailable
 from gateway.core.jobs import Job, NewJob, Quota, size_of
 from gateway.core.value import valueclass
@@ -309,9 +310,11 @@ class BatchRunner:
         if job is not None and not job.status.is_final:  # an operator has retried it
             await self._batches.collect(claim, line.job_id, b"", is_answer=False)
             return
+        chunks = () if job is None else await self._jobs.all_chunks(job.id)
+        if job is not None and len(chunks) < job.chunks and failure(job) is None:
+            job = None  # the store has lost some of its answer
         written, is_answer = _unanswered(claim.batch, snapshot, line, job), False
         if job is not None:
-            chunks = await self._jobs.all_chunks(job.id)
             render = partial(answer_of, claim.batch.endpoint, job, chunks)
             try:
                 answer = await decoded(job.new.size_bytes + size_of(chunks), render)

@@ -451,6 +451,21 @@ class FilesAtWhoseEndSomebodyCancels(RedisFiles):
         return piece
 
 
+async def test_a_line_of_whose_answer_the_store_has_lost_some_says_so(world: BatchWorld) -> None:
+    """One that evicts does not see which chunks belong together."""
+    await make(world, jsonl(1))
+    async with running(world):
+        with anyio.fail_after(WITHIN_S):
+            while (job := await world.jobs.claim("w", [LANE], 3, "c")) is None:
+                pass
+        await world.jobs.append(job.id, job.claim, Chunk(0, job.attempt, answer_to("r1")))
+        await world.redis.delete(world.key("chunks", job.id))
+        await world.jobs.finish(job.id, job.claim, JobStatus.COMPLETED)
+        batch = await ended(world)
+    (line,) = await world.lines(batch.error_file_id)
+    assert (line["response"], line["error"]["code"]) == (None, "request_lost")
+
+
 @pytest.mark.parametrize("content", [jsonl(3), jsonl(3) + b"{}\n"], ids=["valid", "invalid"])
 async def test_a_batch_that_is_cancelled_as_its_validation_ends_is_cancelled_at_once(
     world: BatchWorld, caplog: pytest.LogCaptureFixture, content: bytes
