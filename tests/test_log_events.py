@@ -95,13 +95,16 @@ def test_every_event_is_documented_with_its_levels_and_fields_and_no_other() -> 
 
 def test_the_fields_of_a_request_are_documented() -> None:
     module = ast.parse((ROOT / "gateway" / "telemetry" / "logs.py").read_text())
-    (function,) = (
-        node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "request_fields"
-    )
-    literal = next(node for node in ast.walk(function) if isinstance(node, ast.Dict))
+    functions = [
+        node
+        for node in module.body
+        if isinstance(node, ast.FunctionDef) and node.name in {"request_fields", "_add_times"}
+    ]
+    literal = next(node for node in ast.walk(functions[0]) if isinstance(node, ast.Dict))
     keys = [ast.literal_eval(key) for key in literal.keys if key is not None]
     set_one_by_one = [
         node.slice
+        for function in functions
         for node in ast.walk(function)
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
     ]
