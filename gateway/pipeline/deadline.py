@@ -66,7 +66,7 @@ class Deadlines:
         now, planned = self.loop.time(), self.at
         self.at, self._timer = inf, None
         self._was_late = not self._was_late and -inf < planned < now - LATE_S
-        if self._was_late:  # timers come before sockets: a deadline may have been met, and not be moved yet
+        if self._was_late:  # what has come wakes its reader, who moves the deadline, after the timers
             self._set(now + GRACE_S)
             return
         earliest = inf

@@ -167,6 +167,16 @@ async def test_moved_to_the_past_by_somebody_else_it_ends_the_block(to: float) -
     assert deadline.has_passed
 
 
+@pytest.mark.parametrize("to", [-inf, 0.0], ids=["minus-infinity", "past"])
+async def test_bounded_by_somebody_else_it_ends_the_block(to: float) -> None:
+    with anyio.fail_after(10):
+        with deadline_at(inf) as deadline:
+            asyncio.get_running_loop().call_soon(deadline.bound, to)
+            await anyio.sleep_forever()
+
+    assert deadline.has_passed
+
+
 async def test_moved_after_its_block_it_does_nothing() -> None:
     with deadline_at(inf) as deadline:
         await rounds()
@@ -346,20 +356,47 @@ async def test_what_came_while_the_process_stood_still_is_read_before_a_deadline
     has_come: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deadlines, "LATE_S", 0.01)
-    loop = asyncio.get_running_loop()
+    loop, is_readable = asyncio.get_running_loop(), asyncio.Event()
     here, there = socket.socketpair()
+
+    async def read() -> None:
+        await is_readable.wait()
+        await rounds()
+        deadline.move(inf)
+
     with here, there:
         at = loop.time() + 0.02
         with deadline_at(at) as deadline:
-            loop.add_reader(here, deadline.move, inf)
+            reader = loop.create_task(read())
+            await rounds()
+            loop.add_reader(here, is_readable.set)
             if has_come:
                 there.send(b"x")
             time.sleep(0.1)  # noqa: ASYNC251 - this is the process that stands still
             await until(loop.time() + 2 * deadlines.GRACE_S)
         loop.remove_reader(here)
+        reader.cancel()
 
     assert deadline.has_passed is not has_come
     assert cancellations() == 0
+
+
+async def test_a_process_that_never_catches_up_still_ends_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "LATE_S", -1.0)  # every look is late
+    with anyio.fail_after(10):
+        with deadline_at(anyio.current_time() + 0.01) as deadline:
+            await anyio.sleep_forever()
+
+    assert deadline.has_passed
+
+
+async def test_a_process_that_is_in_time_gives_no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "LATE_S", inf)  # no look is late
+    at = anyio.current_time() + 0.01
+    with deadline_at(at) as deadline:
+        await until(at + deadlines.GRACE_S / 2)
+
+    assert deadline.has_passed
 
 
 @pytest.mark.parametrize("first", ["the deadline", "the scope"])
@@ -368,7 +405,8 @@ async def test_a_scope_cancelled_between_two_steps_of_the_block_recognizes_it(fi
     with anyio.fail_after(10):
         with anyio.CancelScope() as scope:
             with deadline_at(inf) as deadline:
-                both = [lambda: deadline.move(-inf), scope.cancel]
+                # Not `move`: the turn of its timer comes after the step.
+                both: list[Callable[[], object]] = [deadline.expire, scope.cancel]
                 for cancel in both if first == "the deadline" else reversed(both):
                     loop.call_soon(cancel)
                 await asyncio.sleep(0)
