@@ -10,7 +10,8 @@ from support.world import DONE, HELLO, POLICY, ROLE, STOP, WHOLE, Caller, Script
 from gateway.core import admission
 from gateway.core.backends import JobRoom, Spill
 from gateway.core.health import EngineSample, Outcome
-from gateway.core.knee_estimate import Uncertainty
+from gateway.core.knee_estimate import StepFit, Uncertainty
+from gateway.core.kv import KvFormula
 from gateway.core.load import Demand, Load
 from gateway.core.policy import Policy
 from gateway.core.tpot_control import DECIDE_S, WINDOW_S, Move
@@ -211,6 +212,28 @@ async def test_the_steps_of_a_stream_are_counted_from_its_reads(world: World) ->
     assert watched.shapes[step].prompt_tokens == 101
 
 
+async def test_an_answer_of_one_token_says_nothing_of_the_steps_between_tokens(world: World) -> None:
+    world.answers(light_0=Script([ROLE + HELLO, STOP, USAGE % 1, DONE]))
+    await world.run(world.request())
+    world.clock.time += WINDOW_S
+
+    watched = world.pipeline.watch._watched["light-0"]
+    window = watched.meter.close(world.clock.now())
+    assert window is not None
+    assert (window.ended_chunks, window.ended_tokens, watched.shapes) == (0, 0, {})
+
+
+async def test_what_a_stream_holds_of_the_kv_cache_bounds_how_many_fit(world: World) -> None:
+    light, kv = POLICY.backends["light-0"], KvFormula(sliding_layers=1, global_layers=1)
+    light = replace(light, capacity=replace(light.capacity, kv=kv))
+    world.policy = replace(POLICY, backends={**POLICY.backends, "light-0": light})
+    world.answers(light_0=Script([ROLE + HELLO, HELLO, STOP, USAGE % 900, DONE]))
+    await world.run(world.request())
+
+    (shape,) = world.pipeline.watch._watched["light-0"].shapes.values()
+    assert shape.block_chunks / shape.chunks == kv.blocks(101 + 900)
+
+
 async def test_answers_in_one_piece_are_in_flight_and_show_nothing(world: World) -> None:
     gate = anyio.Event()
     world.answers(light_0=Script([gate, WHOLE]))
@@ -271,10 +294,11 @@ async def test_what_other_gateways_run_fills_a_backend_too() -> None:
     assert estimate.doubt is Uncertainty.HIDDEN
 
 
-async def test_what_others_without_a_gateway_run_there_is_hidden(world: World) -> None:
-    """For a minute the engine has had one sequence more than the gateways: half of its batch."""
+async def fit_beside(running: int) -> tuple[StepFit, Uncertainty | None]:
+    """Run a stream on a backend whose engine said for a minute that it has so many, of one that is ours."""
+    world = World()
     for at in range(61):
-        engine = EngineSample(at=float(at), running=2, waiting=0)
+        engine = EngineSample(at=float(at), running=running, waiting=0)
         world.counts.observe(engine, Load(seqs=1), POLICY.backends["light-0"])
     streams = Streams(world)
     async with anyio.create_task_group() as tasks:
@@ -282,7 +306,15 @@ async def test_what_others_without_a_gateway_run_there_is_hidden(world: World) -
         await play(world, streams, [0.6] * 90)
 
     (estimate,) = world.pipeline.watch.snapshots()["light-0"].knees.values()
-    assert estimate.doubt is Uncertainty.HIDDEN
+    return world.pipeline.watch._watched["light-0"].fit, estimate.doubt
+
+
+async def test_what_others_without_a_gateway_run_there_is_hidden() -> None:
+    """With one more than ours, half of the batch is; one less takes nothing from it."""
+    (alone, _), (beside, doubt), (fewer, _) = [await fit_beside(running) for running in (1, 2, 0)]
+
+    assert doubt is Uncertainty.HIDDEN
+    assert beside != alone == fewer
 
 
 @pytest.mark.parametrize(
@@ -351,6 +383,20 @@ async def test_a_gateway_that_cannot_judge_follows_those_that_can(world: World) 
     watch.look()
     watch.note_shares({})
     assert watch.share_max("light-0") == own + 50_000  # it goes on from there
+
+
+async def test_a_gateway_that_has_judged_nothing_yet_follows_those_that_have(world: World) -> None:
+    world.policy = promising(0.3)
+    watch = world.pipeline.watch
+    watch.note_shares({"light-0": 500_000})
+    assert watch.share_max("light-0") == 500_000  # before its first request, too
+
+    world.answers(light_0=Script([ROLE + HELLO, STOP, DONE]))
+    await world.run(world.request())
+    watch.look()  # its first window has just begun
+
+    assert watch.share_max("light-0") == 500_000
+    assert "light-0" not in watch.shares()
 
 
 async def test_more_of_the_knee_found_elsewhere_wakes_who_waits(world: World) -> None:
