@@ -14,7 +14,16 @@ from support.certificates import self_signed
 
 from gateway.core.backends import Backend, Capacity, KneeStep
 from gateway.core.facts import Attempts
-from gateway.core.health import BackendStatus, EngineSample, HealthRules, Outcome, PeerVerdict, State, Verdict
+from gateway.core.health import (
+    BackendStatus,
+    EngineSample,
+    HealthRules,
+    Outcome,
+    PeerAttempts,
+    PeerVerdict,
+    State,
+    Verdict,
+)
 from gateway.ports import Clock, Fleet
 from gateway.upstream import backend_clients, probes
 from gateway.upstream.probes import Prober, spread
@@ -244,6 +253,20 @@ def test_what_ones_own_requests_showed_is_there_to_be_told(clock: Clock) -> None
 
     assert (verdict.number, verdict.state, verdict.ejections) == (1, State.EJECTED, 1)
     assert 0 < verdict.left_s <= 5.0
+
+
+def test_failures_that_successes_elsewhere_do_not_forgive_are_forgiven_by_one_of_ones_own(
+    clock: Clock,
+) -> None:
+    subject = backend("a", "http://127.0.0.1:1")
+    prober = Prober({"a": subject}, HealthRules(failures_max=2), clock, secrets={}, tls={})
+    prober.report("a", Outcome.OK, "", inf)
+    for _ in range(3):
+        prober.report("a", Outcome.FAILED, "status 500", inf)
+        prober.hear("a", PeerAttempts(served=1, failed=0))
+        prober.report("a", Outcome.OK, "", inf)
+
+    assert prober.statuses()["a"].state is State.UP
 
 
 async def test_a_slow_backend_delays_no_other(clock: Clock, fake_engine: Engines) -> None:
