@@ -35,6 +35,7 @@ from gateway.core.backends import Backend, Capacity, KneeStep, Modalities, Pool,
 from gateway.core.blame import PAUSE_S, REFUSED_S, REPEATED_S
 from gateway.core.decision import Exclusion
 from gateway.core.errors import (
+    AtCapacity,
     BackendRejected,
     ChoicesMissing,
     ContextExceeded,
@@ -51,7 +52,7 @@ from gateway.core.errors import (
 )
 from gateway.core.health import PROBATION_SEQS, BackendStatus, EngineSample, Outcome, State
 from gateway.core.load import Demand, Load
-from gateway.core.policy import Bound, Comparison, Policy, RetryPolicy, TrafficClass, When
+from gateway.core.policy import Bound, Comparison, Policy, RetryPolicy, TrafficClass, Waiting, When
 from gateway.core.request import Endpoint, Prompt, Request, Turn
 from gateway.core.usage import Ending, Usage
 from gateway.pipeline import CallerStalled, failures
@@ -104,6 +105,15 @@ async def test_a_stream_that_ends_within_its_only_event_begins_all_the_same(worl
     assert (caller.status, caller.body) == (200, public(ROLE + last) + DONE)
 
 
+async def test_what_a_begun_stream_owes_at_its_end_comes_alone(world: World) -> None:
+    last = event(delta={"content": "hello"}, finish_reason="stop")
+    world.answers(light_0=Script([ROLE + HELLO, last.rstrip()]))
+
+    caller = await world.run(world.request())
+
+    assert caller.body == public(ROLE + HELLO + last) + DONE
+
+
 async def test_nothing_reaches_the_caller_before_the_first_content(world: World) -> None:
     gate = anyio.Event()
     world.answers(light_0=Script([b": keep-alive\n\n", ROLE, gate, HELLO, STOP + DONE]))
@@ -128,6 +138,31 @@ async def test_a_whole_answer_is_relayed_under_the_public_name(world: World) -> 
     assert int(caller.headers["content-length"]) == len(caller.body)
     assert world.estimates.observed == [101]
     assert world.notes.requests[0].first_byte_at == world.clock.now()
+
+
+@pytest.mark.parametrize(("dropped", "named"), [((), None), (("priority", "rid"), "priority, rid")])
+async def test_the_caller_is_told_which_members_were_removed(
+    world: World, dropped: tuple[str, ...], named: str | None
+) -> None:
+    world.answers(light_0=GOOD)
+
+    caller = await world.run(world.request(), dropped=dropped)
+
+    assert caller.headers.get("x-gateway-dropped") == named
+
+
+async def test_a_record_says_what_was_asked_and_by_when_it_was_due(world: World) -> None:
+    world.answers(light_0=GOOD)
+    await world.run(world.request())
+    with pytest.raises(ModelNotFound):
+        await world.run(replace(world.request(), model="another"))
+
+    decided, unknown = world.notes.requests
+    assert decided.asked is not None
+    assert decided.decision is not None
+    assert decided.asked.estimate == decided.decision.estimate
+    assert decided.due_s is not None
+    assert (unknown.asked, unknown.due_s) == (None, None)
 
 
 async def test_the_backend_gets_its_own_name_for_the_model_and_our_request_id(world: World) -> None:
@@ -283,6 +318,7 @@ async def test_a_whole_answer_that_is_none_moves_to_the_next(world: World, body:
     caller = await world.run(world.request(stream=False))
 
     assert caller.headers["x-gateway-backend"] == "light-1"
+    assert world.notes.requests[0].first_byte_at == world.clock.now()  # that of the attempt that answered
 
 
 NGINX_413 = Script([b"<html><head><title>413 Request Entity Too Large</title></head></html>"], status=413)
@@ -372,6 +408,7 @@ async def test_a_request_that_kills_engines_is_not_shown_a_third(world: World, c
         await world.run(world.request())
 
     assert [target.backend.id for target in world.upstream.targets] == ["light-0", "light-1"]
+    assert world.fleet.reports == [("light-0", Outcome.FAILED), ("light-1", Outcome.FAILED)]
 
 
 async def test_a_request_that_takes_connections_with_it_is_not_shown_a_third_engine(world: World) -> None:
@@ -395,17 +432,26 @@ async def test_what_every_backend_refuses_alike_is_the_requests_fault(world: Wor
     assert {outcome for _, outcome in world.fleet.reports} == {Outcome.REJECTED}
 
 
-async def test_where_only_one_could_be_asked_a_request_counts_once_however_often_it_is_sent(
-    world: World,
+@pytest.mark.parametrize(
+    ("answer", "counted"),
+    [
+        (Script(status=500), [Outcome.FAILED, Outcome.REJECTED, Outcome.REJECTED, Outcome.FAILED]),
+        (Script([CRASH_OF_0_33], status=500), [Outcome.FAILED] * 4),
+        (Script(status=404), [Outcome.MISCONFIGURED] * 4),
+    ],
+    ids=["failure", "crash", "misconfigured"],
+)
+async def test_where_only_one_could_be_asked_a_failing_request_counts_once_however_often_it_is_sent(
+    world: World, answer: Script, counted: list[Outcome]
 ) -> None:
+    """A crash always counts, and so does what no request is at fault for."""
     world.fleet.known |= {name: BackendStatus(state=State.DOWN) for name in ("light-1", "push")}
     for text in ("poison", "poison", "poison", "another"):
-        world.answers(light_0=Script(status=500))
+        world.answers(light_0=answer)
         with pytest.raises(UpstreamFailed):
             await world.run(world.request(), members={"user": text})
 
-    outcomes = [outcome for _, outcome in world.fleet.reports]
-    assert outcomes == [Outcome.FAILED, Outcome.REJECTED, Outcome.REJECTED, Outcome.FAILED]
+    assert [outcome for _, outcome in world.fleet.reports] == counted
 
 
 async def test_a_failure_is_held_against_a_backend_as_soon_as_another_answers(world: World) -> None:
@@ -801,6 +847,7 @@ async def test_a_verdict_that_quotes_a_document_is_passed_on_as_it_begins(
         pytest.param([DONE], Outcome.FAILED, id="done-without-finish"),
         pytest.param([b"data: {nonsense\n\n"], Outcome.FAILED, id="garbage", marks=()),
         pytest.param([STOP[:20]], Outcome.FAILED, id="half-an-event"),
+        pytest.param([b'data: {"error":{"message":"x","code":400}}\n\n'], Outcome.FAILED, id="status"),
     ],
 )
 async def test_after_the_first_byte_a_failure_is_an_error_event(
@@ -815,7 +862,7 @@ async def test_after_the_first_byte_a_failure_is_an_error_event(
     assert done == b"data: [DONE]"
     fields = json.loads(error.removeprefix(b"data: "))["error"]
     assert fields["code"] == "stream_broken"
-    assert isinstance(fields["message"], str)
+    assert "before it answered" not in fields["message"]
     assert len(world.upstream.targets) == 1
     assert world.fleet.reports == [("light-0", outcome)]
     assert world.notes.requests[0].ending is Ending.BROKEN
@@ -1034,6 +1081,19 @@ async def test_a_stream_already_answered_is_not_abandoned(world: World) -> None:
     assert caller.body == public(ROLE + HELLO + STOP) + DONE
 
 
+async def test_a_backend_that_is_gone_gets_no_more_time_than_a_stream_has_anyhow(world: World) -> None:
+    impatient(world, idle_s=0.5)
+    world.answers(light_0=Script([ROLE + HELLO, anyio.Event()]))
+
+    with anyio.fail_after(3):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(world.run, world.request())
+            await anyio.wait_all_tasks_blocked()
+            world.pipeline.abort_attempts("light-0", silence_s=60.0)
+
+    assert world.notes.attempts[0].detail == "The backend did not send anything for 0.5 s."
+
+
 async def test_a_stream_already_answered_ends_if_a_backend_that_is_gone_stays_silent(world: World) -> None:
     world.answers(light_0=Script([ROLE + HELLO, anyio.Event()]))
     caller = Caller()
@@ -1106,6 +1166,8 @@ async def test_who_waits_is_told_that_the_gateway_stops(world: World) -> None:
     told = await told_after(world, world.request(), world.pipeline.end)
 
     assert (type(told), told.code) == (Draining, "draining")
+    with anyio.fail_after(10), pytest.raises(Draining):  # who comes later does not even wait
+        await world.run(world.request())
     for slot in held:
         await world.ledger.release(slot)
 
@@ -1360,6 +1422,31 @@ async def test_a_prompt_that_fits_nowhere_is_refused_in_words_that_sdks_recognis
     )
     assert dict(caught.value.headers)[b"x-gateway-class"] == b"long_document"
     assert world.upstream.targets == []
+
+
+async def test_a_prompt_that_fits_nowhere_is_refused_as_such_where_nobody_may_wait(world: World) -> None:
+    """Told that the queue is full, its caller would ask again for ever."""
+    (model,) = world.policy.models
+    nobody = TrafficClass("all", ("light", "push"), waiting=Waiting(waiting_max=0))
+    world.policy = replace(world.policy, models=(replace(model, classes=(nobody,)),))
+    world.estimates.tokens = 300_000
+
+    with pytest.raises(ContextExceeded):
+        await world.run(world.request())
+
+
+async def test_whoever_names_a_time_limit_waits_no_longer(world: World) -> None:
+    held = [slot for name in world.policy.backends for slot in await fill(world, name)]
+
+    def pass_time() -> None:
+        world.clock.time += 5.0
+        world.pipeline.room.look()
+
+    told = await told_after(world, world.request(headers={"x-gateway-timeout-s": "5"}), pass_time)
+
+    assert (type(told), told.code) == (AtCapacity, "deadline")
+    for slot in held:
+        await world.ledger.release(slot)
 
 
 async def test_a_prompt_that_fits_nowhere_is_told_the_longest_window(world: World) -> None:
