@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import anyio
@@ -19,6 +20,7 @@ from gateway.core.errors import (
 )
 from gateway.core.idempotency import IdempotencyClaim, KeyState, StoredAnswer, fingerprint
 from gateway.core.usage import Ending
+from gateway.downstream import idempotency
 from gateway.downstream.idempotency import IdempotencyRules, IdempotentRequests
 from gateway.downstream.reading import BodyReaders, Received, Work
 from gateway.downstream.relay import HELD_BYTES_MAX, AsgiDownstream, HttpDownstream
@@ -370,3 +372,18 @@ async def test_answers_that_are_read_slowly_have_a_bound_together() -> None:
 
     assert desk.notes.requests[-1].ending is Ending.REPLAYED
     assert desk.idempotency.replayed.bytes == 0
+
+
+async def test_an_answer_is_given_again_byte_for_byte_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idempotency, "PIECE_BYTES", 10)
+    desk, parts = Desk(), (b"data: 0123456789\n\n", DONE)
+    await desk.ask(partial(stream, parts=parts))
+    desk.sent.clear()
+
+    await desk.ask(stream)
+
+    pieces = [message["body"] for message in desk.sent if message["type"] == "http.response.body"]
+    assert b"".join(pieces) == b"".join(parts)
+    assert max(map(len, pieces)) == 10
+    (record,) = desk.notes.requests
+    assert (record.ending, record.status) == (Ending.REPLAYED, 200)
