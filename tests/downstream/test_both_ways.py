@@ -4,6 +4,7 @@ Chance is the same each time. The other tests have what somebody thought of.
 """
 
 import re
+from collections.abc import Awaitable, Callable, Container, Sequence
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -184,29 +185,29 @@ async def outcomes(site: Front, sent: list[bytes]) -> Any:
     return told(site, got, recorded, asked)
 
 
+async def assert_alike(
+    sent: Sequence[Any], outcome: Callable[[Front, Any], Awaitable[str]], taken: Container[int]
+) -> None:
+    """Check that each of `sent` has the same outcome on both ways, and how many requests avoid ASGI."""
+    found: list[list[str]] = []
+    avoided = 0
+    for way in WAYS:
+        async with front(way, behave, limits=BodyLimits(bytes_max=5_000), origins=[PAGE]) as site:
+            found.append([await outcome(site, one) for one in sent])
+            avoided += site.taken
+
+    assert [(one, *both) for one, *both in zip(sent, *found, strict=True) if len(set(both)) > 1] == []
+    assert avoided in taken
+
+
 async def test_requests_alike_on_a_connection_have_the_same_outcomes_on_both_ways() -> None:
     dice = Random(2)
     connections = [made_alike(dice) for _ in range(CONNECTIONS)]
-    found: list[list[str]] = []
-    taken = 0
-    for way in WAYS:
-        async with front(way, behave, limits=BodyLimits(bytes_max=5_000), origins=[PAGE]) as site:
-            found.append([await outcomes(site, sent) for sent in connections])
-            taken += site.taken
-
-    assert [(one, *both) for one, *both in zip(connections, *found, strict=True) if len(set(both)) > 1] == []
-    assert taken > CONNECTIONS  # some of a connection are recognized by the head before them
+    # Some of a connection are recognized by the head before them.
+    await assert_alike(connections, outcomes, range(CONNECTIONS + 1, 5 * CONNECTIONS))
 
 
 async def test_what_chance_makes_has_the_same_outcome_on_both_ways() -> None:
     dice = Random(1)
-    requests = [made(dice) for _ in range(CASES)]
-    outcomes: list[list[str]] = []
-    taken = 0
-    for way in WAYS:
-        async with front(way, behave, limits=BodyLimits(bytes_max=5_000), origins=[PAGE]) as site:
-            outcomes.append([await outcome(site, request) for request in requests])
-            taken += site.taken
-
-    assert [(one, *both) for one, *both in zip(requests, *outcomes, strict=True) if len(set(both)) > 1] == []
-    assert CASES / 5 < taken < CASES * 4 / 5  # chance makes enough of either kind
+    # Chance makes enough of either kind.
+    await assert_alike([made(dice) for _ in range(CASES)], outcome, range(CASES // 5, CASES * 4 // 5))

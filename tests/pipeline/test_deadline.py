@@ -158,20 +158,13 @@ async def test_put_off_beyond_the_latest_it_ends_the_block_then(is_set_within: b
 
 
 @pytest.mark.parametrize("to", [-inf, 0.0], ids=["minus-infinity", "past"])
-async def test_moved_to_the_past_by_somebody_else_it_ends_the_block(to: float) -> None:
+@pytest.mark.parametrize("how", [Deadline.move, Deadline.bound])
+async def test_moved_to_the_past_by_somebody_else_it_ends_the_block(
+    how: Callable[[Deadline, float], None], to: float
+) -> None:
     with anyio.fail_after(10):
         with deadline_at(inf) as deadline:
-            asyncio.get_running_loop().call_soon(deadline.move, to)
-            await anyio.sleep_forever()
-
-    assert deadline.has_passed
-
-
-@pytest.mark.parametrize("to", [-inf, 0.0], ids=["minus-infinity", "past"])
-async def test_bounded_by_somebody_else_it_ends_the_block(to: float) -> None:
-    with anyio.fail_after(10):
-        with deadline_at(inf) as deadline:
-            asyncio.get_running_loop().call_soon(deadline.bound, to)
+            asyncio.get_running_loop().call_soon(how, deadline, to)
             await anyio.sleep_forever()
 
     assert deadline.has_passed
