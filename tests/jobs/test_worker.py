@@ -548,8 +548,13 @@ async def test_a_worker_may_get_a_job_again_that_it_has_lost_without_knowing(wor
     async def held(asked: Asked, number: int) -> None:
         if (asked.job.id, asked.job.attempt, number) == ("a", 1, 3):
             await anyio.sleep_forever()
+        if (asked.job.id, asked.job.attempt, number) == ("a", 2, 4):
+            while not backend.stopped["a"]:
+                await anyio.lowlevel.checkpoint()
+            await anyio.wait_all_tasks_blocked()
+            running.append(worker.running)
 
-    backend = Backend(held)
+    running, backend = list[int](), Backend(held)
     worker = Worker(store, "w", read, backend.run, replace(RULES, beat_s=1000.0), serves, tokens_of)
     await submit(other, "a")
     async with anyio.create_task_group() as tasks:
@@ -565,6 +570,7 @@ async def test_a_worker_may_get_a_job_again_that_it_has_lost_without_knowing(wor
         tasks.cancel_scope.cancel()
     assert (job.status, job.attempt, job.failures) == (JobStatus.COMPLETED, 2, 1)
     assert (await content(other, "a"), backend.stopped["a"]) == (ANSWER, 1)
+    assert running == [1]  # the end of the first attempt did not take the second one with it
 
 
 async def test_an_attempt_may_take_longer_to_end_than_the_one_that_came_after_it(world: JobWorld) -> None:

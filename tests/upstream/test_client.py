@@ -110,6 +110,14 @@ async def whole(response: UpstreamResponse) -> bytes:
     return await response.read_whole(1 << 30)
 
 
+@pytest.mark.parametrize(
+    ("url", "port"), [("http://b", 80), ("https://b", 443), ("http://b:443", 443), ("https://b:80/v", 80)]
+)
+@pytest.mark.usefixtures("only_direct")
+def test_a_url_without_a_port_means_that_of_its_scheme(url: str, port: int) -> None:
+    assert direct.DirectClient(url, None, verify=True)._port == port
+
+
 async def test_it_sends_the_body_and_only_the_headers_it_is_given() -> None:
     answer = always(answer_of(b"{}"))
     async with raw_server(answer) as server, client_of(server.url, b="secret") as (upstream, target):
