@@ -299,6 +299,19 @@ async def test_a_long_text_in_pieces_counts_what_it_counts_in_one(vocabulary: Vo
     assert in_pieces.tokens == pytest.approx(whole.tokens, rel=0.0005)
 
 
+@pytest.mark.parametrize(
+    ("texts", "kind"),
+    [((PROSE, "\u6cb3" * 500), TextKind.EAST_ASIAN), (("\u6cb3" * 9, PROSE * 9), TextKind.LATIN)],
+)
+async def test_without_a_vocabulary_the_longest_text_says_which_kind_it_is(
+    texts: tuple[str, ...], kind: TextKind
+) -> None:
+    estimate = await PromptEstimator(None).estimate(chat(*texts), COSTS, WINDOW)
+
+    assert isinstance(estimate, TextEstimate)
+    assert estimate.kind is kind
+
+
 async def test_without_a_vocabulary_a_long_text_is_judged_by_its_beginning() -> None:
     text = "Wide was the river. Река была широкой. " * 4_000
     whole = await PromptEstimator(None).estimate(chat(text), COSTS, WINDOW)
