@@ -23,7 +23,7 @@ EARLY_S = 0.01
 """No timer of an event loop is early by as much. A choice: uvloop counts whole milliseconds, and one timer in
 three is early, by up to one."""
 
-_REFUSALS = frozenset({Outcome.FAILED, Outcome.MISCONFIGURED})
+_UNCLEAR = frozenset({Outcome.FAILED, Outcome.MISCONFIGURED})
 """Outcomes that may be caused by the request itself rather than by the backend."""
 
 _IN_DOUBT: Objection = (
@@ -62,7 +62,7 @@ class Failures:
         """Report an attempt on `backend`; one for which the request may be at fault is kept until later."""
         if attempt.outcome is Outcome.BUSY:
             self.refusals.refused(backend, self._clock.now())
-        if attempt.outcome not in _REFUSALS:
+        if attempt.outcome not in _UNCLEAR:
             self._fleet.report(backend.id, attempt.outcome, attempt.detail, attempt.started_at)
             return
         context.unreported.append(attempt)
