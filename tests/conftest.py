@@ -2,7 +2,6 @@
 
 import gc
 import os
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,21 +10,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support import browser, leftovers, node_sdk, prometheus
 from support.redis_server import LEGS, legs
+from support.scheduling import OneHeavyAtATime
 from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
 
 # Where `benchmarks` is. Last: the gateway that is tested is the installed one.
 sys.path.append(str(Path(__file__).parents[1]))
 
 WORKERS_PER_CORE = 3  # most of a test's time is another process's: a start, an answer, a lease
 WORKERS_MAX = 8
-HEAVY = re.compile(
-    r"tests/(demo/test_demo|e2e/test_processes|e2e/test_\w*chaos)\.py::"
-    r"|tests/test_readme\.py::test_the_demo$"
-    r"|tests/test_routing_benchmark\.py::test_over_http_"
-)
-"""Tests that want more than a core for themselves: one runs at a time, in the order of its file."""
-
 WAITING = frozenset(
     {"browser", "demo", "downstream", "e2e", "jobs", "node", "simulator", "store", "upstream"}
 )
@@ -36,17 +28,6 @@ settings.register_profile(
     "tests", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("tests")
-
-
-class OneHeavyAtATime(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Gives each test to whoever is free, but the heavy ones to one worker, and those first."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith("tests/node/"):
-            return "node"  # its checks share a gateway and a process per group
-        if nodeid.startswith("tests/browser/"):
-            return "browser"  # likewise, with a page
-        return "heavy" if HEAVY.match(nodeid) else nodeid
 
 
 def pytest_configure(config: pytest.Config) -> None:

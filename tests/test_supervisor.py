@@ -474,17 +474,21 @@ async def test_a_worker_that_is_started_after_a_signal_to_reload_gets_what_was_r
 
 
 class Slow(dict[str, str]):
-    """An environment that keeps whoever examines a configuration waiting until something can be read."""
+    """An environment that keeps whoever examines a configuration waiting until something can be read.
+
+    `begun` is called once, by the first: the thread of a later one may outlive what it would signal.
+    """
 
     def __init__(self, awaited: int, begun: Callable[[], None]) -> None:
         super().__init__(DRAIN="60")
         self._awaited = awaited
-        self._begun = begun
+        self._begun = [begun]
         self.in_vain = False
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a variable; see `os.environ`."""
-        self._begun()
+        while self._begun:
+            self._begun.pop()()
         self.in_vain |= not select.select([self._awaited], [], [], 5.0)[0]
         return super().get(name, default)
 

@@ -1,0 +1,35 @@
+"""Which of the processes of a test run is given which test."""
+
+import re
+
+from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
+
+HEAVY = re.compile(
+    r"tests/(demo/test_demo|e2e/test_processes|e2e/test_\w*chaos)\.py::"
+    r"|tests/test_readme\.py::test_the_demo$"
+    r"|tests/test_routing_benchmark\.py::test_over_http_"
+)
+"""Tests that want more than a core for themselves: one runs at a time, in the order of its file."""
+
+
+class OneHeavyAtATime(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    """Gives each test to whoever is free, but the heavy ones to one worker, and those first."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith("tests/node/"):
+            return "node"  # its checks share a gateway and a process per group
+        if nodeid.startswith("tests/browser/"):
+            return "browser"  # likewise, with a page
+        return "heavy" if HEAVY.match(nodeid) else nodeid
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Take its tests from a process that ended; return the one that it died in, if any, to run again.
+
+        xdist would give out again all that it has done, too, as tests of which no result ever comes: the run
+        would not end.
+        """
+        units = self.assigned_work[node]
+        self.assigned_work[node] = {name: unit for name, unit in units.items() if not all(unit.values())}
+        died_in: str | None = super().remove_node(node)
+        return died_in
