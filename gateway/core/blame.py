@@ -9,11 +9,13 @@ would take all that wait for busy ones. So replicas on which several different r
 are passed over, as long as another replica is in no doubt.
 
 A backend that refuses a request because of load is at no fault. But it, too, has room at once, and would be
-asked first by every request. So for a moment, the others of its pool come first.
+asked first by every request. So for a moment, the others of its pool come first. And a request that it has
+refused asks it again only once fewer run there, or, because it may have room for more by now, from time to
+time (`Refusals.takes`).
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -22,8 +24,9 @@ from gateway.core.health import HealthRules
 from gateway.core.policy import Policy
 
 REFUSED_S = 1.0
-"""How long others come before a backend that has refused a request because of load. A choice: where
-others have room, one request in a second asks it first, which costs little; a full queue has room by then."""
+"""How long others come before a backend that has refused a request because of load, and how long none that it
+has refused asks it again with as many running there. A choice: where others have room, one request in a
+second asks it first, which costs little; a full queue has room by then."""
 
 REPEATED_S = HealthRules().failure_window_s
 """How long a request is remembered: as long as a failure counts."""
@@ -75,42 +78,79 @@ class _Row:
     last_at: float = -inf
 
 
+@dataclass(slots=True)
+class Refusal:
+    """The last refusal of a backend.
+
+    Attributes:
+        others: How many sequences of other requests ran there; of refusals in a row, the least.
+        at: When it was, in monotonic seconds.
+        is_unanswered: Whether the backend has answered no request since.
+    """
+
+    others: int
+    at: float
+    is_unanswered: bool = True
+
+
 class Refusals:
     """Backends that have refused a request because of load.
 
     Attributes:
-        last_at: When each backend at its URL last did (monotonic seconds). Mostly empty.
+        known: Their last refusals, by id and URL. Mostly empty.
     """
 
     def __init__(self) -> None:
         """Start with none."""
-        self.last_at: dict[tuple[str, str], float] = {}
-        self._since_answered: set[tuple[str, str]] = set()
+        self.known: dict[tuple[str, str], Refusal] = {}
 
-    def refused(self, backend: Backend, now: float) -> None:
-        """Note that `backend`, at its URL, has refused a request at `now` (monotonic seconds)."""
+    def refused(self, backend: Backend, others: int, now: float) -> None:
+        """Note that `backend`, at its URL, has refused a request at `now` (monotonic seconds).
+
+        `others`: how many sequences of others ran there. Of refusals in a row, the least counts: of requests
+        that come together, most are refused while the others are still there.
+        """
         server = (backend.id, backend.url)
-        self.last_at[server] = now
-        self._since_answered.add(server)
+        before = self.known.get(server)
+        if before is not None and now - before.at < REFUSED_S:
+            others = min(others, before.others)
+        self.known[server] = Refusal(others, now)
 
     def answered(self, backend: Backend) -> None:
         """Note that `backend` has begun to answer a request."""
-        self._since_answered.discard((backend.id, backend.url))
+        known = self.known.get((backend.id, backend.url))
+        if known is not None:
+            known.is_unanswered = False
+
+    def forget(self, now: float) -> None:
+        """Forget what is long ago."""
+        self.known = {one: known for one, known in self.known.items() if now - known.at < REPEATED_S}
 
     def just_now(self, policy: Policy, now: float) -> frozenset[str]:
-        """Return the ids of those that have just refused one. What is long ago is forgotten."""
-        last_at = self.last_at = {one: at for one, at in self.last_at.items() if now - at < REPEATED_S}
-        self._since_answered &= last_at.keys()
-        return _there(policy, (one for one, at in last_at.items() if now - at < REFUSED_S))
+        """Return the ids of those that have just refused one."""
+        return frozenset(name for name, known in self._there(policy) if now - known.at < REFUSED_S)
 
     def since_answered(self, policy: Policy) -> frozenset[str]:
         """Return the ids of those that have refused one since they last answered one."""
-        return _there(policy, self._since_answered)
+        return frozenset(name for name, known in self._there(policy) if known.is_unanswered)
 
+    def takes(self, policy: Policy, now: float) -> Mapping[str, int]:
+        """Return, by id, up to how many sequences those that they have refused may go there.
 
-def _there(policy: Policy, servers: Iterable[tuple[str, str]]) -> frozenset[str]:
-    backends = policy.backends
-    return frozenset(name for name, url in servers if name in backends and backends[name].url == url)
+        At first, up to as many as ran there then. After `REFUSED_S` up to one more, and after each further
+        `REFUSED_S` up to twice as many more: a backend that still holds as few refuses one request in that
+        time, and one that holds more by now is soon full.
+        """
+        return {
+            name: known.others + 2 ** int((now - known.at) / REFUSED_S) - 1
+            for name, known in self._there(policy)
+        }
+
+    def _there(self, policy: Policy) -> Iterator[tuple[str, Refusal]]:
+        for (name, url), known in self.known.items():
+            backend = policy.backends.get(name)
+            if backend is not None and backend.url == url:
+                yield name, known
 
 
 class Doubts:

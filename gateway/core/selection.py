@@ -13,7 +13,7 @@ from gateway.core import admission, versions
 from gateway.core.backends import Backend, Capacity, Pool
 from gateway.core.decision import Candidate, Exclusion, Objection, Ranking
 from gateway.core.health import PROBATION_SEQS, BackendStatus, State, accepts, preference, usable
-from gateway.core.load import NO_LOAD, Demand, Load
+from gateway.core.load import NO_LOAD, UNLIMITED, Demand, Load
 from gateway.core.policy import Policy, TrafficClass, Weights
 from gateway.core.quirks.context_buckets import stalls
 from gateway.core.value import valueclass
@@ -45,6 +45,8 @@ class BackendView:
         long_waiting: Queued requests with long prompts whose first choice it is.
         away: Why its box, shared with other models, does not run its model now; None if it does.
         refuses: Whether it has just refused a request because of load: the others of its pool come first.
+        takes: Up to how many sequences requests that it has refused may go there (`blame.Refusals.takes`).
+        seqs_max: Up to how many this one may.
     """
 
     backend: Backend
@@ -56,6 +58,8 @@ class BackendView:
     long_waiting: int = 0
     away: Objection | None = None
     refuses: bool = False
+    takes: int = UNLIMITED
+    seqs_max: int = UNLIMITED
 
     @property
     def capacity(self) -> Capacity:
@@ -69,6 +73,12 @@ class BackendView:
 def with_shares(views: Mapping[str, BackendView], shares: Mapping[str, float]) -> Mapping[str, BackendView]:
     """Return the views for a conversation, given the share of it that each backend has seen."""
     seen = {name: replace(views[name], prefix_share=share) for name, share in shares.items() if name in views}
+    return {**views, **seen}
+
+
+def with_refusals(views: Mapping[str, BackendView], refused: Iterable[str]) -> Mapping[str, BackendView]:
+    """Return the views for a request that these backends have refused because of load."""
+    seen = {name: replace(views[name], seqs_max=views[name].takes) for name in refused if name in views}
     return {**views, **seen}
 
 
@@ -210,6 +220,8 @@ def _room(case: Case) -> Objection | None:
             detail = f"{load.long_unanswered} of {most.long_unanswered} long prompts being read"
         case Exclusion.PREFILL_BUSY as reason:
             detail = f"{load.prefill_ms / 1000:.1f} s of prompt work outstanding"
+        case _ if load.seqs >= case.view.seqs_max:
+            return full, f"{load.seqs} in flight, and with no more it has refused this request"
         case reason:
             detail = f"{load.seqs} in flight, {load.share / admission.WHOLE:.0%} of its knee"
             detail += _less_than_knee(case)
@@ -528,6 +540,8 @@ def consider(
         if view.status.state is State.PROBATION:
             leaves_one = demand.is_job and pool.jobs.reserve > 0
             most = replace(most, seqs=min(most.seqs, PROBATION_SEQS - 1 - leaves_one + claim.seqs))
+        if view.seqs_max < UNLIMITED:
+            most = replace(most, seqs=min(most.seqs, view.seqs_max - 1 + claim.seqs))
     tightened = None
     if is_spill:
         tightened = admission.spill_limits(
@@ -566,6 +580,7 @@ def same_state(one: BackendView, other: BackendView) -> bool:
         and one.share_max == other.share_max
         and one.kv_taken == other.kv_taken
         and one.refuses is other.refuses
+        and one.seqs_max == other.seqs_max
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from gateway.core.backends import Backend
-from gateway.core.blame import IN_A_ROW, PAUSE_S, REPEATED_S, Blame, Doubts, Refusals
+from gateway.core.blame import IN_A_ROW, PAUSE_S, REFUSED_S, REPEATED_S, Blame, Doubts, Refusals
 from gateway.core.decision import Exclusion, Objection
 from gateway.core.health import NOT_PROBED, BackendStatus, Outcome, State
 from gateway.core.policy import Policy
@@ -37,7 +37,7 @@ class Failures:
 
     Attributes:
         doubts: The backends that are in doubt; without any, `doubting` changes nothing.
-        refusals: The backends that have refused a request because of load; without any, `refusing` is empty.
+        refusals: The backends that have refused a request because of load.
     """
 
     def __init__(self, fleet: Fleet, clock: Clock, look: Callable[[], None]) -> None:
@@ -48,20 +48,24 @@ class Failures:
         self._blame = Blame()
         self.doubts = Doubts()
         self.refusals = Refusals()
+        self._next_look: asyncio.TimerHandle | None = None  # while there are refusals
 
     def answered(self, context: RequestContext, backend: Backend) -> None:
         """Note that `backend` has begun to answer: earlier attempts did not fail because of the request."""
         if self.doubts.rows and self.doubts.answered(backend):
             self._look()  # more may start there than in doubt
-        if self.refusals.last_at:
+        if self.refusals.known:
             self.refusals.answered(backend)
         if context.unreported:
             self._report(context)
 
+    def refused(self, backend: Backend, others: int) -> None:
+        """Note that `backend` has refused a request because of load while so many sequences of others ran."""
+        self.refusals.refused(backend, others, self._clock.now())
+        self._look_after_refusals()
+
     def ended(self, context: RequestContext, backend: Backend, attempt: AttemptRecord) -> None:
         """Report an attempt on `backend`; one for which the request may be at fault is kept until later."""
-        if attempt.outcome is Outcome.BUSY:
-            self.refusals.refused(backend, self._clock.now())
         if attempt.outcome not in _UNCLEAR:
             self._fleet.report(backend.id, attempt.outcome, attempt.detail, attempt.started_at)
             return
@@ -101,9 +105,16 @@ class Failures:
                 probation[name] = replace(status, state=State.PROBATION)
         return {**statuses, **probation}, {**of_doubts, **objections}
 
-    def refusing(self, policy: Policy) -> frozenset[str]:
-        """Return the backends that have just refused a request because of load: others come before them."""
-        return self.refusals.just_now(policy, self._clock.now())
+    def _look_after_refusals(self) -> None:
+        """Call `look` every `REFUSED_S` until the last one is forgotten: more may be tried each time."""
+        if self._next_look is None and self.refusals.known:
+            self._next_look = asyncio.get_running_loop().call_later(REFUSED_S + EARLY_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._next_look = None
+        self.refusals.forget(self._clock.now())
+        self._look()
+        self._look_after_refusals()
 
     def _report(self, context: RequestContext) -> None:
         for attempt in context.unreported:

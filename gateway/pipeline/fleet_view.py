@@ -13,19 +13,18 @@ from gateway.core.box_demand import servers
 from gateway.core.count_check import CountTracker
 from gateway.core.decision import Exclusion, Objection
 from gateway.core.health import NOT_PROBED, BackendStatus, State
-from gateway.core.load import Load
+from gateway.core.load import UNLIMITED, Load
 from gateway.core.policy import Policy, TrafficClass
 from gateway.core.request import Prefixes
 from gateway.core.selection import BackendView, unavailable_reason
 from gateway.core.waiting import WaitingLine
 from gateway.pipeline.failures import Failures
 from gateway.pipeline.watch import BackendWatch
-from gateway.ports import Fleet, Ledger, PrefixIndex
+from gateway.ports import Clock, Fleet, Ledger, PrefixIndex
 
 _NO_SHARES: Mapping[str, float] = MappingProxyType({})
 _NO_WAITERS: Mapping[str, int] = MappingProxyType({})
 _NO_OFFERS: Mapping[str, Load] = MappingProxyType({})
-_NO_BACKENDS: frozenset[str] = frozenset()
 
 
 class FleetView:
@@ -49,6 +48,7 @@ class FleetView:
         objections: Callable[[], Mapping[str, Objection]],
         failures: Failures,
         line: WaitingLine,
+        clock: Clock,
     ) -> None:
         """See the fleet under `policy`. `objections`: see `Pipeline`."""
         self.newest = policy
@@ -61,6 +61,7 @@ class FleetView:
         self._objections = objections
         self._failures = failures
         self._line = line
+        self._clock = clock
 
     def use(self, policy: Policy) -> None:
         """Make a policy the newest one."""
@@ -104,13 +105,15 @@ class FleetView:
         failures = self._failures
         if failures.doubts.rows:
             statuses, objections = failures.doubting(self.newest, statuses, objections)
-        refusing = failures.refusing(self.newest) if failures.refusals.last_at else _NO_BACKENDS
+        refusals = failures.refusals
         views: dict[str, BackendView] = {}
-        if not (kv_taken or long_waiting or objections or shares_max or refusing):  # the usual case
+        if not (kv_taken or long_waiting or objections or shares_max or refusals.known):  # the usual case
             for name, backend in backends.items():
                 status = statuses.get(name, NOT_PROBED)
                 views[name] = BackendView(backend, load_of(name), status, held.get(name, 0.0))
         else:
+            now = self._clock.now()
+            refusing, takes = refusals.just_now(self.newest, now), refusals.takes(self.newest, now)
             for name, backend in backends.items():
                 views[name] = BackendView(
                     backend,
@@ -122,6 +125,7 @@ class FleetView:
                     long_waiting.get(name, 0),
                     objections.get(name),
                     name in refusing,
+                    takes.get(name, UNLIMITED),
                 )
         for name, claims in offered.items():
             if (view := views.get(name)) is not None:

@@ -29,6 +29,7 @@ from gateway.core.errors import (
     OutOfResources,
     ShedError,
     StreamBroken,
+    UpstreamBusy,
     UpstreamError,
     is_out_of_resources,
     let_go,
@@ -127,6 +128,7 @@ class Pipeline:
             objections=objections,
             failures=self._failures,
             line=line,
+            clock=clock,
         )
         self.room = WaitingRoom(line, ledger, self.view.for_line, clock, cohort)
         watch.on_share_raised(self.room.look)
@@ -326,9 +328,10 @@ class Pipeline:
                 failure = _reported(context, failure, error)
                 if isinstance(error, AnswerUnfit):
                     after_all.unfit |= {candidate.backend}
-                if not context.policy.retry.allows_more(len(context.attempts), context.crashes):
-                    raise failure from None
-                ticket = self._elsewhere(context, ticket, candidate.backend, after_all)
+                if self._waits_there(context, candidate, error):
+                    ticket = replace(ticket, refused=ticket.refused | {candidate.backend})
+                else:
+                    ticket = self._elsewhere(context, ticket, candidate.backend, after_all, failure)
             else:
                 context.ending = Ending.COMPLETED
                 self._learn(context, candidate)
@@ -336,12 +339,37 @@ class Pipeline:
             finally:
                 await self.room.release(ticket, slot, answered=context.is_answered)
 
+    def _waits_there(self, context: RequestContext, tried: Candidate, error: GatewayError) -> bool:
+        """Return whether a request waits for the backend of its last attempt, which has refused it.
+
+        One that refuses because of load while it runs others will have room: it is asked again then, if no
+        other has before, for as long as the request may wait. So that is no failed try. One that runs nothing
+        may refuse whatever comes.
+        """
+        if not isinstance(error, UpstreamBusy) or context.attempts[-1].outcome is not Outcome.BUSY:
+            return False
+        others = self._ledger.load(tried.backend).seqs - tried.claim.seqs
+        self._failures.refused(context.policy.backends[tried.backend], others)
+        context.refusals += others > 0
+        return others > 0
+
     def _elsewhere(
-        self, context: RequestContext, ticket: Ticket, failed: str, after_all: "_AfterAll"
+        self,
+        context: RequestContext,
+        ticket: Ticket,
+        failed: str,
+        after_all: "_AfterAll",
+        failure: GatewayError,
     ) -> Ticket:
-        """Return the ticket without one that failed; for the last attempt, without those that refuse."""
+        """Return the ticket without one that failed; for the last attempt, without those that refuse.
+
+        Raises:
+            GatewayError: `failure`, because no further attempt is allowed.
+        """
+        if not context.policy.retry.allows_more(context.tries, context.crashes):
+            raise failure from None
         without = ticket.failed | {failed}
-        if not context.policy.retry.allows_more(len(context.attempts) + 1, context.crashes):
+        if not context.policy.retry.allows_more(context.tries + 1, context.crashes):
             after_all.refusing = self._failures.refusals.since_answered(context.policy) - without
             without |= after_all.refusing
         held = self.view.held(context.policy, context.incoming.request.prefixes)
@@ -397,6 +425,7 @@ class Pipeline:
             waited_s=ticket.waited_s,
             deadline=ticket.deadline,
             is_demoted=ticket.is_demoted,
+            refused=ticket.refused,
         )
 
     def _ticket(

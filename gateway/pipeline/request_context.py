@@ -32,6 +32,7 @@ class RequestContext:
         attempts: All finished attempts, in order.
         unreported: Failed attempts not yet reported to the fleet, because the request may be at fault.
         crashes: How many attempts crashed an engine.
+        refusals: How many attempts were refused because of load, and the request waited on.
         usage: Token usage as the backend reported it.
         keep_alive: Sends SSE comments while the request waits; None if it does not send any.
         is_answered: Whether the response has begun, after which no other backend can take over.
@@ -48,6 +49,7 @@ class RequestContext:
     ticket: Ticket | None = None
     served_by: Candidate | None = None
     crashes = 0
+    refusals = 0
     usage: Usage | None = None
     keep_alive: KeepAlive | None = None
     is_answered = False
@@ -70,6 +72,11 @@ class RequestContext:
         self._on_admitted = on_admitted
         self.attempts: list[AttemptRecord] = []
         self.unreported: list[AttemptRecord] = []
+
+    @property
+    def tries(self) -> int:
+        """How many attempts count against the most that a request may have."""
+        return len(self.attempts) - self.refusals
 
     def admitted(self, at: float) -> None:
         """Note that the request was given a slot at `at` (monotonic seconds)."""

@@ -123,22 +123,57 @@ def test_a_server_is_in_no_doubt_for_what_the_one_at_the_former_url_did() -> Non
 
 def test_what_has_refused_a_request_is_known_for_a_while() -> None:
     made = Refusals()
-    assert not made.last_at
-    made.refused(LIGHT_0, 100.0)
-    made.refused(LIGHT_0, 100.5)
-    made.refused(BACKENDS["gone"], 100.5)
-    made.refused(replace(BACKENDS["light-1"], url="http://elsewhere"), 100.5)
+    assert not made.known
+    made.refused(LIGHT_0, 4, 100.0)
+    made.refused(LIGHT_0, 4, 100.5)
+    made.refused(BACKENDS["gone"], 4, 100.5)
+    made.refused(replace(BACKENDS["light-1"], url="http://elsewhere"), 4, 100.5)
     assert made.just_now(POLICY, 100.4 + REFUSED_S) == {"light-0"}
     assert made.just_now(POLICY, 100.5 + REFUSED_S) == frozenset()
+    made.forget(100.4 + REPEATED_S)
     assert made.since_answered(POLICY) == {"light-0"}
-    made.just_now(POLICY, 100.5 + REPEATED_S)
-    assert not made.last_at
+    made.forget(100.5 + REPEATED_S)
+    assert not made.known
     assert made.since_answered(POLICY) == frozenset()
 
 
 def test_what_answers_a_request_no_longer_refuses_all_of_them() -> None:
     made = Refusals()
-    made.refused(LIGHT_0, 100.0)
+    made.refused(LIGHT_0, 4, 100.0)
     made.answered(LIGHT_0)
     assert made.just_now(POLICY, 100.0) == {"light-0"}
     assert made.since_answered(POLICY) == frozenset()
+    made.refused(LIGHT_0, 4, 100.1)
+    assert made.since_answered(POLICY) == {"light-0"}
+
+
+def test_what_has_refused_a_request_is_tried_with_one_more_and_then_with_many() -> None:
+    made = Refusals()
+    made.refused(LIGHT_0, 4, 100.0)
+    later = (0, 0.9, 1, 1.9, 2, 3, 6)
+    assert [made.takes(POLICY, 100.0 + one * REFUSED_S)["light-0"] for one in later] == [
+        4,
+        4,
+        5,
+        5,
+        7,
+        11,
+        67,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before_s", "others", "takes"), [(0.9, 6, 4), (0.9, 3, 3), (1.0, 6, 6), (1.0, 3, 3)]
+)
+def test_of_refusals_in_a_row_the_least_counts(before_s: float, others: int, takes: int) -> None:
+    made = Refusals()
+    made.refused(LIGHT_0, 4, 100.0 - before_s * REFUSED_S)
+    made.refused(LIGHT_0, others, 100.0)
+    assert made.takes(POLICY, 100.0) == {"light-0": takes}
+
+
+def test_what_the_server_at_a_former_url_has_refused_says_nothing_of_the_one_there_now() -> None:
+    made = Refusals()
+    made.refused(replace(LIGHT_0, url="http://elsewhere"), 1, 100.0)
+    made.refused(LIGHT_0, 4, 100.0)
+    assert made.takes(POLICY, 100.0) == {"light-0": 4}

@@ -13,7 +13,7 @@ from gateway.core.backends import Backend, Capacity, Gates, JobRoom, KneeStep, M
 from gateway.core.decision import Candidate, Exclusion
 from gateway.core.health import BackendStatus, State
 from gateway.core.kv import KvFormula
-from gateway.core.load import Demand, Load
+from gateway.core.load import UNLIMITED, Demand, Load
 from gateway.core.perf import PerfModel
 from gateway.core.policy import ModelPolicy, Policy, TrafficClass, Weights, When
 from gateway.core.selection import BackendView
@@ -372,6 +372,13 @@ KV = Capacity(
             id="full",
         ),
         pytest.param(
+            replace(view(backend("light-0"), seqs=4), seqs_max=4),
+            SHORT,
+            Exclusion.AT_KNEE,
+            "4 in flight, and with no more it has refused this request",
+            id="has-refused-it",
+        ),
+        pytest.param(
             BackendView(backend=backend("light-0", KV), load=Load(kv_blocks=850), status=UP),
             SHORT,
             Exclusion.KV_FULL,
@@ -384,6 +391,20 @@ def test_every_exclusion_says_why(
     subject: BackendView, demand: Demand, reason: Exclusion, detail: str
 ) -> None:
     assert why_not(fleet(subject), "light-0", demand) == (reason, detail)
+
+
+@pytest.mark.parametrize(
+    ("takes", "running", "may_start"),
+    [(4, 4, False), (4, 3, True), (0, 0, False), (UNLIMITED, 60, True)],
+)
+@pytest.mark.parametrize("seqs", [1, 3])
+def test_one_that_has_refused_a_request_takes_it_once_fewer_run_there(
+    takes: int, running: int, may_start: bool, seqs: int
+) -> None:
+    views = fleet(replace(view(backend("light-0"), running), takes=takes))
+    seen = selection.with_refusals(views, ["light-0", "gone"])
+    assert ("light-0" in ranked(seen, replace(SHORT, seqs=seqs))) == may_start
+    assert "light-0" in ranked(views, replace(SHORT, seqs=seqs))
 
 
 def test_a_server_of_several_models_takes_requests_for_the_one_that_is_configured() -> None:
@@ -794,6 +815,7 @@ VIEWS = st.builds(
     long_waiting=mostly(0, 1),
     away=mostly(None, (Exclusion.SWAPPED_OUT, "another model")),
     refuses=mostly(False, True),
+    seqs_max=mostly(UNLIMITED, 1, 2, 3),
 )
 DEMANDS = st.builds(
     Demand,
@@ -881,6 +903,7 @@ ODD: Mapping[str, Callable[[BackendView], BackendView]] = {
     "taken": lambda one: replace(one, kv_taken=1_800),
     "away": lambda one: replace(one, away=(Exclusion.SWAPPED_OUT, "another model")),
     "refuses": lambda one: replace(one, refuses=True),
+    "has refused": lambda one: replace(one, seqs_max=1),
     "narrow": lambda one: replace(one, status=replace(one.status, context_tokens=1_300)),
     "other model": lambda one: replace(one, status=replace(one.status, served_models=("other",))),
     "on trial": lambda one: replace(one, status=replace(one.status, state=State.PROBATION)),

@@ -15,7 +15,7 @@ from gateway.core.decision import Exclusion
 from gateway.core.facts import Blocked
 from gateway.core.health import BackendStatus, State
 from gateway.core.kv import KvFormula
-from gateway.core.load import Demand, Load
+from gateway.core.load import UNLIMITED, Demand, Load
 from gateway.core.perf import PerfModel
 from gateway.core.policy import Policy, TrafficClass, Waiting, WhenLate
 from gateway.core.selection import BackendView
@@ -899,6 +899,41 @@ def test_one_that_was_tried_elsewhere_is_not_waited_for_by_one_that_was_not() ->
 
 
 @pytest.mark.parametrize(
+    ("passes", "running", "begun"),
+    [
+        pytest.param(0, 4, [], id="it-comes-first"),
+        pytest.param(1, 4, ["fresh"], id="it-may-be-passed"),
+        pytest.param(1, 3, ["refused", "fresh"], id="one-has-ended"),
+    ],
+)
+def test_who_has_been_refused_waits_in_turn_until_fewer_run(
+    passes: int, running: int, begun: Sequence[str]
+) -> None:
+    rules = replace(PATIENT, waiting=replace(PATIENT.waiting, passes_max=passes))
+    site = Site(knee=10)
+    site.loads["light"] = Load(seqs=running, share=100_000 * running)
+    site.enter("refused", 0.0, traffic_class=rules, refused=frozenset({"light"}))
+    site.enter("fresh", 0.2, traffic_class=rules)
+
+    views = {name: replace(view, takes=4) for name, view in site.views().items()}
+    assert [offer.ticket.id for offer in site.line.turn(0.2, views).offers] == begun
+
+
+def test_of_those_that_were_refused_as_many_start_as_may() -> None:
+    site = Site(knee=10)
+    site.loads["light"] = Load(seqs=4, share=400_000)
+    for number in range(5):
+        site.enter(f"{number}", 0.0, traffic_class=PATIENT, refused=frozenset({"light"}))
+
+    for takes, starts in ((4, ""), (5, "0"), (7, "012"), (UNLIMITED, "01234")):
+        views = {name: replace(view, takes=takes) for name, view in site.views().items()}
+        begun = [offer.ticket.id for offer in site.line.turn(0.0, views).offers]
+        assert "".join(begun) == starts
+        for name in begun:
+            site.line.missed(name, (), 0.0)
+
+
+@pytest.mark.parametrize(
     "two", [Demand(2, 100, 200), Demand(1, 3_000, 3_100)], ids=["two-choices", "a-longer-prompt"]
 )
 def test_who_needs_one_place_is_not_kept_where_one_that_needs_two_is(two: Demand) -> None:
@@ -1774,16 +1809,19 @@ def test_one_that_is_tried_again_is_sent_behind_and_refused_by_all_it_has_waited
     assert "again" in [refused.id for refused in site.turn(11.0).refused]
 
 
+@pytest.mark.parametrize(
+    "before", [{"failed": frozenset({"push"})}, {"refused": frozenset({"push"})}], ids=str
+)
 @pytest.mark.parametrize(("is_free", "outcome"), [(True, ["again"]), (False, [Reason.WAITED_TOO_LONG])])
 def test_one_that_is_tried_again_gets_a_turn_though_its_wait_is_used_up(
-    is_free: bool, outcome: Sequence[object]
+    is_free: bool, outcome: Sequence[object], before: dict[str, Any]
 ) -> None:
     site = Site()
     if not is_free:
         site.enter("running")
         site.start()
     used_up = PLAIN.waiting.max_wait_s + 0.01
-    assert site.enter("again", 5.0, arrived_at=0.0, waited_s=used_up, failed=frozenset({"push"})) is None
+    assert site.enter("again", 5.0, arrived_at=0.0, waited_s=used_up, **before) is None
 
     begun = site.start(5.0)
 

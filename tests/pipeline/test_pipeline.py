@@ -2,7 +2,8 @@
 
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -602,6 +603,116 @@ async def test_one_that_refuses_is_asked_last_if_no_other_takes_the_request(worl
     world.answers(light_0=Script([BUSY_ANSWER], status=503), light_1=GOOD)
     await world.run(world.request())
     assert asked(world)[2:] == ["light-0", "light-1"]
+
+
+BUSY = Script([BUSY_ANSWER], status=503)
+
+
+@asynccontextmanager
+async def refused_by_the_only_one(world: World) -> AsyncIterator[anyio.Event]:
+    """Have light-0 run one request, up to the event, and refuse the next; the others are down."""
+    world.policy = patient(POLICY, 60.0)
+    world.pipeline.policy_changed()
+    world.fleet.known |= {name: BackendStatus(state=State.DOWN) for name in ("light-1", "push")}
+    ends = anyio.Event()
+    world.answers(light_0=Script([ROLE + HELLO, ends, STOP + DONE]))
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(world.run, world.request())
+            await anyio.wait_all_tasks_blocked()
+            world.answers(light_0=BUSY)
+            arrival = Arrival("refused", 1_000_000.0, 10.0)
+            tasks.start_soon(partial(world.run_to_any_end, world.request(), arrival=arrival))
+            await anyio.wait_all_tasks_blocked()
+            assert asked(world) == ["light-0"] * 2
+            yield ends
+
+
+async def test_who_is_refused_by_the_only_backend_is_answered_once_one_has_ended_there(world: World) -> None:
+    async with refused_by_the_only_one(world) as ends:
+        world.answers(light_0=GOOD)
+        ends.set()
+
+    record = world.notes.requests[-1]
+    assert record.ending is Ending.COMPLETED
+    assert [attempt.outcome for attempt in record.attempts] == [Outcome.BUSY, Outcome.OK]
+
+
+async def test_who_is_refused_asks_again_from_time_to_time_however_often_it_is_refused(world: World) -> None:
+    """Another's requests may have filled the backend, and have ended."""
+    most = POLICY.retry.attempts_max
+    async with refused_by_the_only_one(world) as ends:
+        for _ in range(most):
+            world.answers(light_0=BUSY)
+            world.clock.time += REFUSED_S
+            world.pipeline.room.look()
+            await anyio.wait_all_tasks_blocked()
+        assert len(asked(world)) == 2 + most
+        world.answers(light_0=GOOD)
+        world.clock.time += REFUSED_S
+        world.pipeline.room.look()
+        await anyio.wait_all_tasks_blocked()
+        assert world.notes.requests[0].attempts[-1].outcome is Outcome.OK  # while the first still runs
+        ends.set()
+
+    assert len(world.notes.requests[0].attempts) == most + 2
+
+
+async def test_who_is_refused_is_looked_for_when_it_may_ask_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "REFUSED_S", 0.05)
+    looks, look = 0, world.pipeline.room.look
+
+    def counted() -> None:
+        nonlocal looks
+        looks += 1
+        look()
+
+    monkeypatch.setattr(world.pipeline.room, "look", counted)
+    async with refused_by_the_only_one(world) as ends:
+        before = looks
+        while looks < before + 2:  # both are too early
+            await anyio.lowlevel.checkpoint()
+        assert len(asked(world)) == 2
+        world.answers(light_0=GOOD)
+        world.clock.time += REFUSED_S
+        while not world.notes.requests:
+            await anyio.lowlevel.checkpoint()
+        ends.set()
+
+
+async def test_who_is_refused_waits_no_longer_than_its_class_allows(world: World) -> None:
+    async with refused_by_the_only_one(world) as ends:
+        world.clock.time += 60.0
+        world.pipeline.room.look()
+        await anyio.wait_all_tasks_blocked()
+        ends.set()
+
+    record = world.notes.requests[0]
+    assert (record.status, record.error_code) == (429, "waited_too_long")
+
+
+async def test_who_is_refused_remembers_that_under_another_policy(world: World) -> None:
+    async with refused_by_the_only_one(world) as ends:
+        world.policy = replace(world.policy, version=f"{world.policy.version}-2")
+        world.pipeline.policy_changed()
+        await anyio.wait_all_tasks_blocked()
+        assert len(asked(world)) == 2
+        world.answers(light_0=GOOD)
+        ends.set()
+
+    assert world.notes.requests[-1].ending is Ending.COMPLETED
+
+
+async def test_who_is_refused_where_another_has_room_goes_there(world: World) -> None:
+    held = await fill(world, "light-0", 1)
+    world.fleet.known["light-1"] = BackendStatus(state=State.DOWN)
+    world.answers(light_0=BUSY, push=GOOD)
+    await world.run(world.request())
+    assert asked(world) == ["light-0", "push"]
+    for slot in held:
+        await world.ledger.release(slot)
 
 
 async def test_one_in_doubt_is_tried_by_few_at_a_time(world: World) -> None:

@@ -462,7 +462,7 @@ class WaitingLine:
         start_by = due_at - ticket.prefill_s
         rank = Rank.LATE if now > start_by else Rank.TIMELY
         most_s = ticket.traffic_class.waiting.max_wait_s
-        if ticket.failed:
+        if ticket.failed or ticket.refused:
             most_s = max(most_s, ticket.waited_s + AGAIN_WAIT_S)
         return Entry(
             ticket,

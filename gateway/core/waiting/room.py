@@ -207,7 +207,8 @@ class Room:
 
     def _seen_by(self, ticket: Ticket) -> Mapping[str, BackendView]:
         shares = ticket.prefix_shares
-        return selection.with_shares(self._views, shares) if shares else self._views
+        views = selection.with_shares(self._views, shares) if shares else self._views
+        return selection.with_refusals(views, ticket.refused) if ticket.refused else views
 
     def _lasts(self, candidate: Candidate, lasting: frozenset[Exclusion]) -> bool:
         """Return whether a backend cannot take the request before one of these exclusions ends, if at all."""
@@ -252,6 +253,7 @@ def asks_no_less(ticket: Ticket, other: Ticket, *, is_full: bool = False) -> boo
     asked, least = ticket.demand, other.demand
     return (
         ticket.failed >= other.failed
+        and ticket.refused >= other.refused
         and asked.seqs >= least.seqs
         and asked.prompts >= least.prompts
         and asked.prompt_tokens >= least.prompt_tokens

@@ -37,6 +37,7 @@ class Ticket:
         size_bytes: Memory it occupies while queued.
         deadline: Latest time for the first token that the caller set, or None.
         failed: Backends on which it has already failed.
+        refused: Backends that have refused it because of load: it waits until fewer run there.
         waited_s: Earlier waiting time: in the queue before previous attempts, or as a job in the store. The
             attempts themselves do not count.
         prefix_shares: Per backend, the share of its conversation that the backend has seen.
@@ -57,6 +58,7 @@ class Ticket:
     waited_s: float = 0.0
     prefix_shares: Mapping[str, float] = field(default_factory=dict)
     is_demoted: bool = False
+    refused: frozenset[str] = frozenset()
 
     @property
     def first_pool(self) -> tuple[str, ...]:

@@ -179,4 +179,5 @@ class RoutingSection(Section):
     """How much each score counts."""
 
     attempts_max: Attempts = RetryPolicy().attempts_max
-    """How many backends may be tried before the caller sees a failure; at most 10. If they crash, two."""
+    """How many backends may be tried before the caller sees a failure; at most 10. If they crash, two.
+    One that refuses because of load while it runs others does not count (docs/health.md#ejection)."""
