@@ -96,6 +96,15 @@ def _no_false_address(host: str) -> None:
             raise ValueError(message) from None
 
 
+_SERVER = re.compile(r"([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.~-]+)?\])(:[0-9]*)?")
+
+
+def _no_false_host(url: SplitResult) -> None:
+    """Raise ValueError for a URL whose host no server can have."""
+    if not _SERVER.fullmatch(url.netloc):
+        raise ValueError("a host has letters (others than ASCII as xn--), digits, `-`, `.` and `_`")
+
+
 def _split(written: str, example: str) -> SplitResult:
     """Split a URL. Messages, here and below, never contain it, because it may hold a password."""
     try:
@@ -121,6 +130,7 @@ def _base_url(written: str) -> str:
     _no_false_address(host)
     if url.username is not None or url.password is not None:
         raise ValueError("no credentials in URLs; name the key with api_key_env or api_key_file")
+    _no_false_host(url)
     if _OF_THE_API.search(url.path):
         raise ValueError("leave /v1 out: the gateway appends it")
     if "?" in written or "#" in written:  # empty ones, too, take up what is appended
@@ -142,6 +152,7 @@ def _url(written: str) -> str:
     _no_false_address(url.hostname)
     if url.username is not None or url.password is not None:
         raise ValueError("no credentials in URLs; name the variable with them (token_env, headers_env)")
+    _no_false_host(url)
     return written
 
 

@@ -200,6 +200,20 @@ HeaderValues = Annotated[
 ]
 
 
+def _each_once(written: Any) -> Any:
+    if isinstance(written, dict):
+        seen: dict[str, str] = {}
+        for name in written:
+            first = seen.setdefault(str(name).lower(), name)
+            if first is not name:
+                raise ValueError(f"{first} and {name} are one header: give its values as a list")
+    return written
+
+
+Headers = Annotated[dict[HeaderName, HeaderValues], BeforeValidator(_each_once)]
+"""Accepted values of headers by name, in which case does not matter."""
+
+
 def one_or_many(written: Any) -> Any:
     """Return a list of one if it is a text. For `ShortForm`."""
     return [written] if isinstance(written, str) else written

@@ -138,6 +138,9 @@ def test_what_is_no_origin(checked: Check, plain: str, written: str, message: st
         pytest.param(
             ("http://127.0.0.1:9001", "http://h/v1/chat/completions"), "leave /v1", id="an-endpoint"
         ),
+        pytest.param(("http://127.0.0.1:9001", "'http://a,b:9001'"), "a host has letters", id="two-hosts"),
+        pytest.param(("http://127.0.0.1:9001", "'http://host '"), "a host has letters", id="a-blank-behind"),
+        pytest.param(("http://127.0.0.1:9001", "http://bücher:9001"), "as xn--", id="an-umlaut"),
         pytest.param(("http://127.0.0.1:9001", "http://host:99999"), "this is not a URL", id="port-too-high"),
         pytest.param(
             ("http://127.0.0.1:9002", "http://127.0.0.1:9001/"), "has the URL of light", id="same-server"
@@ -193,6 +196,11 @@ def test_what_is_no_origin(checked: Check, plain: str, written: str, message: st
             ("[light, push]}", "[light, push], when: {header: {X-Team A: x}}}"),
             "no header can have this name",
             id="header-with-a-space",
+        ),
+        pytest.param(
+            ("[light, push]}", "[light, push], when: {header: {X-Team: a, x-team: b}}}"),
+            "X-Team and x-team are one header",
+            id="header-in-two-cases",
         ),
         pytest.param(
             ("[light, push]}", "[light, push], when: {key: bob}}"), "no API key", id="key-without-keys"

@@ -10,8 +10,7 @@ from gateway.settings.fields import (
     Comparisons,
     Count,
     CountComparisons,
-    HeaderName,
-    HeaderValues,
+    Headers,
     Names,
     Positive,
     Seconds,
@@ -57,7 +56,7 @@ class WhenSection(Section):
     key: Names | None = None
     """Name of the caller's API key under `keys`: one, or a list of accepted names."""
 
-    header: dict[HeaderName, HeaderValues] = Field(default_factory=dict)
+    header: Headers = Field(default_factory=dict)
     """Request headers by name, none with secrets: the value, a list of accepted values, or true for any."""
 
 
