@@ -69,7 +69,8 @@ class RequestRecord:
         error_code: `error.code` sent to the caller, or "".
         key: Name of its API key, or None.
         wall_at: Epoch seconds of its arrival.
-        received_at, estimated_at, admitted_at, first_byte_at, ended_at: Monotonic seconds.
+        received_at, estimated_at, admitted_at, first_byte_at, ended_at: Monotonic seconds. It is admitted with
+            its first slot, or if it is refused there because of load, and waits on, with the next.
         decision: The routing decision made on arrival; None if it failed before that.
         placed: The last backend on which it got a slot, as seen by the queue at that moment; None if none.
         is_spill: Whether a later pool of its class served it.
@@ -120,7 +121,7 @@ class RequestRecord:
 
     @property
     def queue_s(self) -> float | None:
-        """Seconds that it waited for its first slot; None if it got none."""
+        """Seconds that it waited until it was admitted; None if it never was."""
         if self.admitted_at is None or self.estimated_at is None:
             return None
         return self.admitted_at - self.estimated_at

@@ -350,8 +350,10 @@ class Pipeline:
             return False
         others = self._ledger.load(tried.backend).seqs - tried.claim.seqs
         self._failures.refused(context.policy.backends[tried.backend], others)
-        context.refusals += others > 0
-        return others > 0
+        if others <= 0:
+            return False
+        context.waits_on()
+        return True
 
     def _elsewhere(
         self,

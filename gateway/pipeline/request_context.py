@@ -84,6 +84,11 @@ class RequestContext:
         if self._on_admitted is not None:
             self._on_admitted()
 
+    def waits_on(self) -> None:
+        """Note that the last attempt was refused because of load, and the request is still waiting."""
+        self.refusals += 1
+        self.admitted_at = None
+
     async def start(self, status: int, headers: Headers) -> None:
         """Begin the response: send the status and headers, unless keep-alive comments already have."""
         if self.keep_alive is not None:

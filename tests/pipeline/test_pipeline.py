@@ -630,12 +630,14 @@ async def refused_by_the_only_one(world: World) -> AsyncIterator[anyio.Event]:
 
 async def test_who_is_refused_by_the_only_backend_is_answered_once_one_has_ended_there(world: World) -> None:
     async with refused_by_the_only_one(world) as ends:
+        world.clock.time += 3.0
         world.answers(light_0=GOOD)
         ends.set()
 
     record = world.notes.requests[-1]
     assert record.ending is Ending.COMPLETED
     assert [attempt.outcome for attempt in record.attempts] == [Outcome.BUSY, Outcome.OK]
+    assert record.queue_s == 3.0
 
 
 async def test_who_is_refused_asks_again_from_time_to_time_however_often_it_is_refused(world: World) -> None:
@@ -691,6 +693,7 @@ async def test_who_is_refused_waits_no_longer_than_its_class_allows(world: World
 
     record = world.notes.requests[0]
     assert (record.status, record.error_code) == (429, "waited_too_long")
+    assert record.queue_s is None
 
 
 async def test_who_is_refused_remembers_that_under_another_policy(world: World) -> None:
