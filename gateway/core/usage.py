@@ -69,8 +69,8 @@ class RequestRecord:
         error_code: `error.code` sent to the caller, or "".
         key: Name of its API key, or None.
         wall_at: Epoch seconds of its arrival.
-        received_at, estimated_at, admitted_at, first_byte_at, ended_at: Monotonic seconds. It is admitted with
-            its first slot, or if it is refused there because of load, and waits on, with the next.
+        received_at, estimated_at, admitted_at, first_byte_at, ended_at: Monotonic seconds. It is admitted
+            with its first slot, or if it is refused there because of load, and waits on, with the next.
         decision: The routing decision made on arrival; None if it failed before that.
         placed: The last backend on which it got a slot, as seen by the queue at that moment; None if none.
         is_spill: Whether a later pool of its class served it.
