@@ -181,6 +181,10 @@ class UpstreamResponse(Protocol):
     def connect_s(self) -> float:
         """Seconds it took to connect; 0 for a kept-alive connection."""
 
+    @property
+    def retry_after(self) -> str | None:
+        """The header Retry-After, or None."""
+
     async def read(self) -> bytes:
         """Return the next bytes received, or b"" at the end of the body.
 

@@ -156,8 +156,12 @@ def _shortened(message: object) -> str:
     return str(message)[:MESSAGE_CHARS_MAX]
 
 
-def verdict(status: int, error: BackendError) -> tuple[GatewayError, Outcome]:
+def verdict(
+    status: int, error: BackendError, retry_after_s: float | None = None
+) -> tuple[GatewayError, Outcome]:
     """Return the error for the caller for a status other than 200, and the outcome for the backend's health.
+
+    `retry_after_s`: what the backend says of when it may be asked again.
 
     An `UpstreamError` may be retried elsewhere, and a `BodyRefused`; any other `CallerError` is final.
     """
@@ -168,7 +172,9 @@ def verdict(status: int, error: BackendError) -> tuple[GatewayError, Outcome]:
             f"The backend does not serve this route or model (status {status})."
         ), Outcome.MISCONFIGURED
     if status in (408, 429, 503):
-        return UpstreamBusy("The backend refused the request because of load.", retry_after_s=1), Outcome.BUSY
+        again_s = 1 if retry_after_s is None else retry_after_s
+        message = "The backend refused the request because of load."
+        return UpstreamBusy(message, retry_after_s=again_s), Outcome.BUSY
     if status == 500 and _CALLERS_FAULT.match(error.message):
         return _rejected(400, error), Outcome.REJECTED
     if status >= 500 and _STOPPING.search(error.message):

@@ -85,12 +85,19 @@ class Refusal:
     Attributes:
         others: How many sequences of other requests ran there; of refusals in a row, the least.
         at: When it was, in monotonic seconds.
+        until: When it may have room for more.
         is_unanswered: Whether the backend has answered no request since.
     """
 
     others: int
     at: float
+    until: float
     is_unanswered: bool = True
+
+
+def _more(since_s: float) -> int:
+    """Return how many sequences more to try so many seconds after a backend may have room for more."""
+    return 0 if since_s < 0 else 2 ** (1 + int(since_s / REFUSED_S)) - 1
 
 
 class Refusals:
@@ -104,17 +111,18 @@ class Refusals:
         """Start with none."""
         self.known: dict[tuple[str, str], Refusal] = {}
 
-    def refused(self, backend: Backend, others: int, now: float) -> None:
+    def refused(self, backend: Backend, others: int, now: float, again_s: float = REFUSED_S) -> None:
         """Note that `backend`, at its URL, has refused a request at `now` (monotonic seconds).
 
         `others`: how many sequences of others ran there. Of refusals in a row, the least counts: of requests
-        that come together, most are refused while the others are still there.
+        that come together, most are refused while the others are still there. `again_s`: when to ask it
+        again, as it says itself; no sooner than after `REFUSED_S`.
         """
         server = (backend.id, backend.url)
         before = self.known.get(server)
-        if before is not None and now - before.at < REFUSED_S:
+        if before is not None and now < before.until:
             others = min(others, before.others)
-        self.known[server] = Refusal(others, now)
+        self.known[server] = Refusal(others, now, now + max(REFUSED_S, again_s))
 
     def answered(self, backend: Backend) -> None:
         """Note that `backend` has begun to answer a request."""
@@ -128,7 +136,7 @@ class Refusals:
 
     def just_now(self, policy: Policy, now: float) -> frozenset[str]:
         """Return the ids of those that have just refused one."""
-        return frozenset(name for name, known in self._there(policy) if now - known.at < REFUSED_S)
+        return frozenset(name for name, known in self._there(policy) if now < known.until)
 
     def since_answered(self, policy: Policy) -> frozenset[str]:
         """Return the ids of those that have refused one since they last answered one."""
@@ -137,14 +145,11 @@ class Refusals:
     def takes(self, policy: Policy, now: float) -> Mapping[str, int]:
         """Return, by id, up to how many sequences those that they have refused may go there.
 
-        At first, up to as many as ran there then. After `REFUSED_S` up to one more, and after each further
-        `REFUSED_S` up to twice as many more: a backend that still holds as few refuses one request in that
-        time, and one that holds more by now is soon full.
+        At first, up to as many as ran there then. When it may have room for more, up to one more, and after
+        each further `REFUSED_S` up to twice as many more: a backend that still holds as few refuses one
+        request in that time, and one that holds more by now is soon full.
         """
-        return {
-            name: known.others + 2 ** int((now - known.at) / REFUSED_S) - 1
-            for name, known in self._there(policy)
-        }
+        return {name: known.others + _more(now - known.until) for name, known in self._there(policy)}
 
     def _there(self, policy: Policy) -> Iterator[tuple[str, Refusal]]:
         for (name, url), known in self.known.items():

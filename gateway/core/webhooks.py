@@ -17,7 +17,6 @@ import ipaddress
 import json
 import zlib
 from dataclasses import dataclass, field
-from email.utils import mktime_tz, parsedate_tz
 from enum import StrEnum
 
 from gateway.core.value import valueclass
@@ -218,19 +217,6 @@ def failed(
     jitter = 0.9 + 0.2 * zlib.crc32(f"{delivery.id} {delivery.endpoint} {failures}".encode()) / 2**32
     asked_s = min(retry_after_s or 0.0, RETRY_AFTER_MAX_S)
     return WebhookAttempt(delivery, outcome, detail, max(SCHEDULE_S[failures] * jitter, asked_s))
-
-
-def retry_after_s(value: str | None, now: float) -> float | None:
-    """Return the seconds given by a Retry-After header, as a number or a date; None if there are none."""
-    if value is None:
-        return None
-    if value.isascii() and value.isdigit():
-        return float(value[:12])
-    date = parsedate_tz(value)
-    try:
-        return None if date is None else max(0.0, mktime_tz(date) - now)
-    except (ValueError, OverflowError):
-        return None
 
 
 # ------------------------------------------------------------------ addresses

@@ -31,6 +31,7 @@ from gateway.core.errors import (
 from gateway.core.health import Outcome
 from gateway.core.naming import ModelNames
 from gateway.core.quirks import AssemblingReader, MendingReader, mend_whole
+from gateway.core.retry_after import retry_after_s
 from gateway.core.sse import StreamReader
 from gateway.core.usage import AttemptRecord
 from gateway.pipeline import caller
@@ -433,10 +434,11 @@ class Attempt:
     # -------------------------------------------------------------- failures
 
     async def _refused(self, response: UpstreamResponse) -> GatewayError:
-        return self._verdict(response.status, answers.read_error(await response.read_whole(ERROR_BYTES_MAX)))
+        error = answers.read_error(await response.read_whole(ERROR_BYTES_MAX))
+        return self._verdict(response.status, error, retry_after_s(response.retry_after, self._clock.wall()))
 
-    def _verdict(self, status: int, error: BackendError) -> GatewayError:
-        failure, self._outcome = answers.verdict(status, error)
+    def _verdict(self, status: int, error: BackendError, again_s: float | None = None) -> GatewayError:
+        failure, self._outcome = answers.verdict(status, error, again_s)
         self._detail = f"status {status}" + (f": {error.gist}" if error.gist else "")
         self._context.crashes += error.is_crash
         failure.message = self._names.in_text(failure.message)

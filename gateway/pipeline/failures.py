@@ -59,9 +59,9 @@ class Failures:
         if context.unreported:
             self._report(context)
 
-    def refused(self, backend: Backend, others: int) -> None:
-        """Note that `backend` has refused a request because of load while so many sequences of others ran."""
-        self.refusals.refused(backend, others, self._clock.now())
+    def refused(self, backend: Backend, others: int, again_s: float) -> None:
+        """Note that `backend` has refused a request because of load. See `Refusals.refused`."""
+        self.refusals.refused(backend, others, self._clock.now(), again_s)
         self._look_after_refusals()
 
     def ended(self, context: RequestContext, backend: Backend, attempt: AttemptRecord) -> None:

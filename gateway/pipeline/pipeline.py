@@ -349,7 +349,8 @@ class Pipeline:
         if not isinstance(error, UpstreamBusy) or context.attempts[-1].outcome is not Outcome.BUSY:
             return False
         others = self._ledger.load(tried.backend).seqs - tried.claim.seqs
-        self._failures.refused(context.policy.backends[tried.backend], others)
+        backend, again_s = context.policy.backends[tried.backend], error.retry_after_s or 0
+        self._failures.refused(backend, others, again_s)
         if others <= 0:
             return False
         context.waits_on()
@@ -608,4 +609,8 @@ def _ending_of(error: GatewayError) -> Ending:
 
 def _reported(context: RequestContext, before: GatewayError | None, now: GatewayError) -> GatewayError:
     """Return which of two failures to report: an engine that crashed says more than another that is busy."""
-    return before if before is not None and context.crashes and isinstance(now, NOTHING_RAN) else now
+    if before is not None and context.crashes and isinstance(now, NOTHING_RAN):
+        return before
+    if isinstance(before, UpstreamBusy) and isinstance(now, UpstreamBusy):  # of several, one is there first
+        now.retry_after_s = min(before.retry_after_s or 1, now.retry_after_s or 1)
+    return now

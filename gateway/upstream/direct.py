@@ -397,6 +397,7 @@ class _Connection(asyncio.Protocol):
         self.resting_since = 0.0
         self.connect_s = 0.0
         self.status = 0
+        self.retry_after: str | None = None
 
     # ------------------------------------------------------------ called by the pool
 
@@ -587,6 +588,8 @@ class _Connection(asyncio.Protocol):
             self._is_framed = True
         elif name == b"content-encoding":
             self._is_encoded = value.strip().lower() not in (b"", b"identity")
+        elif name == b"retry-after":
+            self.retry_after = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         if self._is_spoiled:
@@ -625,6 +628,7 @@ class _Connection(asyncio.Protocol):
         self._asked_at = self._loop.time()
         self._has_answer = self._is_headed = self._is_complete = self._is_framed = False
         self._is_between_chunks = self._is_encoded = False
+        self.retry_after = None
         self._head_bytes = self._buffered = 0
         self._parts.clear()
 

@@ -17,6 +17,7 @@ import anyio
 import httpx
 
 from gateway import __version__
+from gateway.core.retry_after import retry_after_s
 from gateway.core.webhooks import (
     Delivery,
     WebhookAttempt,
@@ -25,7 +26,6 @@ from gateway.core.webhooks import (
     address_refusal,
     failed,
     judge,
-    retry_after_s,
     signed_headers,
 )
 from gateway.ports import Clock

@@ -153,6 +153,14 @@ def test_whose_fault_a_status_is(status: int, message: str, kind: type[Exception
         assert not message or message not in failure.message  # the engine's own words stay in the log
 
 
+@pytest.mark.parametrize(
+    ("status", "said_s", "told_s"), [(429, None, 1), (503, 30.0, 30), (408, 0.0, 1), (429, 3_600.0, 59)]
+)
+def test_when_a_backend_may_be_asked_again(status: int, said_s: float | None, told_s: int) -> None:
+    failure, _ = verdict(status, read_error(b"{}"), said_s)
+    assert failure.retry_after_s == told_s
+
+
 def test_an_overlong_prompt_is_said_in_words_that_clients_recognise() -> None:
     body = (
         b'{"error":{"message":"This model\'s maximum context length is 4096 tokens. However, your prompt '

@@ -172,6 +172,17 @@ def test_of_refusals_in_a_row_the_least_counts(before_s: float, others: int, tak
     assert made.takes(POLICY, 100.0) == {"light-0": takes}
 
 
+def test_one_that_says_when_to_ask_it_again_is_asked_after_others_and_with_no_more_until_then() -> None:
+    made = Refusals()
+    made.refused(LIGHT_0, 4, 100.0, again_s=30.0)
+    assert made.just_now(POLICY, 129.9) == {"light-0"}
+    assert made.just_now(POLICY, 130.0) == frozenset()
+    assert [made.takes(POLICY, now)["light-0"] for now in (129.9, 130.0, 131.0)] == [4, 5, 7]
+    made.refused(LIGHT_0, 9, 129.0, again_s=0.0)
+    assert made.takes(POLICY, 129.0) == {"light-0": 4}
+    assert made.just_now(POLICY, 129.0 + REFUSED_S) == frozenset()
+
+
 def test_what_the_server_at_a_former_url_has_refused_says_nothing_of_the_one_there_now() -> None:
     made = Refusals()
     made.refused(replace(LIGHT_0, url="http://elsewhere"), 1, 100.0)

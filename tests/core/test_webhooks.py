@@ -21,7 +21,6 @@ from gateway.core.webhooks import (
     failed,
     judge,
     read_secret,
-    retry_after_s,
     signed_headers,
 )
 
@@ -201,28 +200,6 @@ def test_retry_after_within_reason(
     wait = judge(replace(DELIVERY, failures=failures), status, asked_s).retry_s
     assert wait is not None
     assert least <= wait <= most
-
-
-@pytest.mark.parametrize(
-    ("value", "seconds"),
-    [
-        (None, None),
-        ("120", 120.0),
-        ("0", 0.0),
-        ("9" * 400, 999_999_999_999.0),
-        ("Sun, 06 Nov 1994 08:49:37 GMT", 60.0),
-        ("Sun, 06 Nov 1994 08:00:00 GMT", 0.0),
-        ("soon", None),
-        ("-5", None),
-        ("1.5", None),
-        ("", None),
-        ("Sun, 99 Nov 999999999 08:49:37 GMT", None),
-        ("Sun, 06 Nov 99999999999999999999 08:49:37 GMT", None),
-        ("²", None),
-    ],
-)
-def test_retry_after_by_number_and_by_date(value: str | None, seconds: float | None) -> None:
-    assert retry_after_s(value, 784_111_777 - 60) == seconds
 
 
 # ------------------------------------------------------------------ addresses

@@ -580,6 +580,37 @@ async def test_one_that_refuses_is_asked_while_the_others_are_full(world: World)
         await world.ledger.release(slot)
 
 
+@pytest.mark.parametrize(
+    ("said", "told_s"),
+    [
+        pytest.param({"light_0": "30", "light_1": "5", "push": "20"}, 5, id="the-first-of-several"),
+        pytest.param({"light_0": None, "light_1": "5", "push": "20"}, 1, id="one-says-nothing"),
+        pytest.param({"light_0": "30", "light_1": "30", "push": "garbage"}, 1, id="one-says-nothing-clear"),
+        pytest.param(
+            {name: "Mon, 12 Jan 1970 13:47:00 GMT" for name in ("light_0", "light_1", "push")}, 20, id="date"
+        ),
+    ],
+)
+async def test_a_caller_is_told_when_the_first_of_those_that_refused_may_be_asked_again(
+    world: World, said: dict[str, str | None], told_s: int
+) -> None:
+    for name, value in said.items():
+        world.answers(**{name: Script([BUSY_ANSWER], status=429, retry_after=value)})
+    with pytest.raises(UpstreamBusy) as refused:
+        await world.run(world.request())
+    assert refused.value.retry_after_s == told_s
+
+
+async def test_one_that_says_when_to_ask_it_again_is_not_asked_first_until_then(world: World) -> None:
+    world.answers(light_0=Script([BUSY_ANSWER], status=429, retry_after="20"), light_1=GOOD)
+    await world.run(world.request())
+    for passed_s, first in ((19.0, "light-1"), (1.0, "light-0")):
+        world.clock.time += passed_s
+        world.answers(**{first.replace("-", "_"): GOOD})
+        await world.run(world.request())
+        assert asked(world)[-1] == first
+
+
 async def refused_everywhere(world: World) -> None:
     """Have both replicas refuse, and requests tried twice only."""
     world.policy = replace(POLICY, retry=RetryPolicy(attempts_max=2))

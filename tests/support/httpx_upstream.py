@@ -121,6 +121,12 @@ class _Response:
         """See `ports.UpstreamResponse.connect_s`. httpx does not report it."""
         return 0.0
 
+    @property
+    def retry_after(self) -> str | None:
+        """See `ports.UpstreamResponse.retry_after`."""
+        said: str | None = self._response.headers.get("retry-after")
+        return said
+
     async def read(self) -> bytes:
         """See `ports.UpstreamResponse.read`."""
         try:

@@ -36,6 +36,7 @@ class Script:
     steps: Sequence[Step] = ()
     status: int = 200
     opening: GatewayError | None = None  # raised instead of an answer
+    retry_after: str | None = None
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Incoming:
 class ScriptedResponse:
     def __init__(self, script: Script) -> None:
         self.status = script.status
+        self.retry_after = script.retry_after
         self.headers: Headers = ()
         self._steps = list(script.steps)
 

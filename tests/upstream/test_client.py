@@ -439,6 +439,22 @@ async def test_cancelling_while_waiting_for_headers_closes_the_connection() -> N
             await server.closed.wait()
 
 
+async def test_when_it_may_be_asked_again_is_said_by_the_answer_itself() -> None:
+    async def answer(stream: SocketStream, number: int) -> None:
+        said = "" if number == 1 else f"Retry-After: {number + 5}\r\n"
+        await stream.send(answer_of(b"{}", "429 Too Many Requests", said))
+
+    found = []
+    async with serving(answer) as (server, upstream, target):
+        for _ in range(3):
+            async with upstream.open(target, Timeouts()) as response:
+                await whole(response)
+                found.append(response.retry_after)
+
+    assert found == ["5", None, "7"]
+    assert server.connections == 1
+
+
 async def test_a_kept_connection_that_the_backend_just_closed_costs_nothing() -> None:
     async def answer(stream: SocketStream, number: int) -> None:
         if number == 1:
