@@ -58,6 +58,7 @@ from gateway.core.request import Endpoint, Prompt, Request, Turn
 from gateway.core.usage import Ending, Usage
 from gateway.pipeline import CallerStalled, failures
 from gateway.ports import Arrival, Slot, StreamTransform, UpstreamResponse
+from gateway.store.memory import MemoryLedger
 
 GOOD = Script([ROLE + HELLO, STOP, DONE])
 
@@ -1858,6 +1859,29 @@ async def test_where_a_request_goes_is_decided_under_the_policy_that_came_meanwh
     caller = await world.run(world.request())
 
     assert (caller.headers["x-gateway-class"], caller.headers["x-gateway-backend"]) == ("chat", "new")
+
+
+async def test_whose_backend_has_got_another_model_since_it_got_the_slot_goes_to_the_next() -> None:
+    other = replace(POLICY.backends["light-0"], url="http://elsewhere", model="other")
+    newer = replace(
+        POLICY,
+        pools={**POLICY.pools, "light": Pool("light", ("light-1",)), "others": Pool("others", ("light-0",))},
+        backends={**POLICY.backends, "light-0": other},
+    )
+
+    class Reloading(MemoryLedger):
+        def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
+            world.policy = newer
+            world.pipeline.policy_changed()
+            return super().acquire_at_once(backend_id, claim, limits)
+
+    world = World(Reloading())
+    world.answers(light_1=GOOD)
+    caller = await world.run(world.request())
+
+    assert caller.headers["x-gateway-backend"] == "light-1"
+    assert asked(world) == ["light-1"]
+    assert all(load == Load() for load in world.ledger.loads().values())
 
 
 async def test_who_waits_is_told_when_all_its_backends_have_been_removed(world: World) -> None:
