@@ -2970,6 +2970,33 @@ def test_a_model_that_cannot_be_back_in_time_is_not_waited_for(
     assert found is None or found.retry_after_s == 59.0
 
 
+def drained_for_good(site: Site, name: str) -> None:
+    """Have the operator drain a backend."""
+    site.backends[name] = replace(site.backends[name], drain=True)
+    site.policy = replace(site.policy, backends=site.backends)
+
+
+def test_no_model_is_waited_for_that_the_operator_drains_while_it_is_out() -> None:
+    """No wait would help: there is no backend."""
+    site = Site()
+    drained_for_good(site, "light")
+    site.line.expect({"light": 300.0})
+
+    assert site.enter("a") is None
+    (refused,) = site.line.turn(0.0, out(site, "light")).refused
+    assert refused.reason is Reason.NO_BACKEND
+
+
+def test_a_drained_model_that_is_in_does_not_shorten_the_wait_for_another() -> None:
+    site = Site()
+    drained_for_good(site, "light")
+    site.line.expect({"push": 200.0})
+
+    refused = site.enter("a", traffic_class=CHAT)
+    assert refused is not None
+    assert (refused.reason, refused.expected_wait_s) == (Reason.WAIT_TOO_LONG, 200.0)
+
+
 def test_a_model_that_is_in_does_not_count_for_what_it_could_not_take() -> None:
     site = Site()
     site.line.expect({"push": 200.0})

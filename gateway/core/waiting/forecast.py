@@ -110,11 +110,15 @@ class Forecasts:
         return lane.shares.ahead_of(lane, entry) + sum(above)
 
     def away_s(self, ticket: Ticket, now: float) -> float:
-        """Return the time until the first backend that could take a request is back; 0 if one is running."""
+        """Return the time until the first backend that could take a request is back; 0 if one is running.
+
+        One that the operator drains is not waited for, in or out. If all are drained, no time tells: 0.
+        """
         if not self.back_at:
             return 0.0
-        names = filter(ticket.may_run_on, ticket.policy.backends_of(ticket.traffic_class))
-        back_at = min((self.back_at.get(name, now) for name in names), default=now)
+        known = ticket.policy.backends
+        names = [one for one in ticket.policy.backends_of(ticket.traffic_class) if not known[one].drain]
+        back_at = min((self.back_at.get(name, now) for name in names if ticket.may_run_on(name)), default=now)
         return max(0.0, back_at - now)
 
     def drains_per_s(self, now: float) -> Mapping[tuple[str, str], float | None]:
