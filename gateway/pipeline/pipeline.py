@@ -67,7 +67,7 @@ NO_WAIT_S = 0.001
 """A request that got a slot in less than this counts as not having waited. A choice: a command to the store
 may take as long."""
 
-_NO_FAILURES: frozenset[str] = frozenset()
+_NO_BACKENDS: frozenset[str] = frozenset()
 
 
 class Pipeline:
@@ -328,8 +328,8 @@ class Pipeline:
                 failure = _reported(context, failure, error)
                 if isinstance(error, AnswerUnfit):
                     after_all.unfit |= {candidate.backend}
-                if self._waits_there(context, candidate, error):
-                    ticket = replace(ticket, refused=ticket.refused | {candidate.backend})
+                if full := self._full(context, candidate, error):
+                    ticket = replace(ticket, refused=ticket.refused | full)
                 else:
                     ticket = self._elsewhere(context, ticket, candidate.backend, after_all, failure)
             else:
@@ -339,22 +339,26 @@ class Pipeline:
             finally:
                 await self.room.release(ticket, slot, answered=context.is_answered)
 
-    def _waits_there(self, context: RequestContext, tried: Candidate, error: GatewayError) -> bool:
-        """Return whether a request waits for the backend of its last attempt, which has refused it.
+    def _full(self, context: RequestContext, tried: Candidate, error: GatewayError) -> frozenset[str]:
+        """Return the backends that a request asks once fewer run there; none if its last attempt failed.
 
-        One that refuses because of load while it runs others will have room: it is asked again then, if no
-        other has before, for as long as the request may wait. So that is no failed try. One that runs nothing
-        may refuse whatever comes.
+        One that refuses a request because of load while it runs others will have room: it is asked again
+        then, if no other has before, for as long as the request may wait. So that is no failed try. One that
+        runs nothing may refuse whatever comes. Refused by as many as may fail, a request does not ask all
+        the others that have just refused one, too.
         """
         if not isinstance(error, UpstreamBusy) or context.attempts[-1].outcome is not Outcome.BUSY:
-            return False
+            return _NO_BACKENDS
+        policy = context.policy
         others = self._ledger.load(tried.backend).seqs - tried.claim.seqs
-        backend, again_s = context.policy.backends[tried.backend], error.retry_after_s or 0
-        self._failures.refused(backend, others, again_s)
+        self._failures.refused(policy.backends[tried.backend], others, error.retry_after_s or 0)
         if others <= 0:
-            return False
+            return _NO_BACKENDS
         context.waits_on()
-        return True
+        full = frozenset({tried.backend})
+        if context.refusals < policy.retry.attempts_max:
+            return full
+        return full | self._failures.refusals.just_now(policy, self._clock.now())
 
     def _elsewhere(
         self,
@@ -454,7 +458,7 @@ class Pipeline:
             fastest_prefill_s(policy, traffic_class.pools[0], demand),
             incoming.size_bytes,
             None if wait_s is None else arrival.received_at + wait_s,
-            _NO_FAILURES,
+            _NO_BACKENDS,
             request.queued_s,
             held,
         )

@@ -740,6 +740,37 @@ async def test_who_is_refused_remembers_that_under_another_policy(world: World) 
     assert world.notes.requests[-1].ending is Ending.COMPLETED
 
 
+async def test_who_has_been_refused_often_does_not_ask_all_the_others_that_refuse(world: World) -> None:
+    names = [f"light-{number}" for number in range(6)]
+    most = POLICY.retry.attempts_max
+    backends = {name: replace(POLICY.backends["light-0"], id=name, url=f"http://{name}") for name in names}
+    world.policy = replace(
+        patient(POLICY, 60.0),
+        pools={**POLICY.pools, "light": Pool("light", tuple(names))},
+        backends={**POLICY.backends, **backends},
+    )
+    world.pipeline.policy_changed()
+    world.fleet.known = {name: world.fleet.known["light-0"] for name in names}
+    held = {name: (await fill(world, name, 1))[0] for name in names}
+    for name in names[:-1]:
+        world.answers(**{name: BUSY})
+    world.answers(**{names[-1]: GOOD})
+    await world.run(world.request())
+    assert asked(world) == names  # of which none was known to refuse
+
+    for name in names[:most]:
+        world.answers(**{name: BUSY})
+    world.answers(**{names[most]: GOOD, names[-1]: BUSY})
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(world.run, world.request()))
+        await anyio.wait_all_tasks_blocked()
+        assert asked(world)[len(names) :] == [names[-1], *names[: most - 1]]
+        await world.ledger.release(held.pop(names[most]))
+    assert asked(world)[-1] == names[most]
+    for slot in held.values():
+        await world.ledger.release(slot)
+
+
 async def test_who_is_refused_where_another_has_room_goes_there(world: World) -> None:
     held = await fill(world, "light-0", 1)
     world.fleet.known["light-1"] = BackendStatus(state=State.DOWN)
