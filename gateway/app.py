@@ -149,6 +149,7 @@ class Gateway:
             on_change=self._backend_changed,
             on_sample=self._backend_sampled,
             on_stale=self._backend_unsampled,
+            awaited_since=lambda name: self.pipeline.awaited_since(name),
         )
         cohort = Cohort()
         self.upstream = DirectUpstream(backends.values(), secrets=secrets, tls=tls, cohort=cohort)

@@ -124,6 +124,11 @@ class Attempt:
         """Whether its request is a job, whose caller is the store."""
         return self._context.incoming.request.is_job
 
+    @property
+    def awaited_since(self) -> float | None:
+        """Since when it waits for the first token, in monotonic seconds; None if it does no longer."""
+        return self._started_at if self._first_byte_at is None else None
+
     def give_up(self, silence_s: float) -> None:
         """End the attempt because its backend is lost.
 

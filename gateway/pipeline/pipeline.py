@@ -246,6 +246,14 @@ class Pipeline:
         for attempt in tuple(self._running.get(backend_id, ())):
             attempt.give_up(silence_s)
 
+    def awaited_since(self, backend_id: str) -> float | None:
+        """Return since when a request waits for its first token from a backend, in monotonic seconds.
+
+        That of the one that has waited longest; None if none does.
+        """
+        waits = [attempt.awaited_since for attempt in self._running.get(backend_id, ())]
+        return min((since for since in waits if since is not None), default=None)
+
     def forget_prefixes(self, backend_id: str) -> None:
         """Take it that a backend has no conversation in its prefix cache: it has ended, or keeps none."""
         self._prefixes.forget(backend_id)

@@ -165,8 +165,8 @@ class Application:
             host.engine,
             options.profile,
             options.model,
+            gauges=host.gauges,
             prefix_caching=options.prefix_caching,
-            held=host.held_seats,
             sleep_level=self._backplane.sleep_level,
         )
         await exchange.reply(200, page, _METRICS)

@@ -18,7 +18,7 @@ from gateway.core.engine import Batch, Engine, StepResult
 from gateway.simulator.calls import Call
 from gateway.simulator.options import SimulatorOptions
 from gateway.simulator.script import Script
-from gateway.simulator.tally import Tally
+from gateway.simulator.tally import Gauges, Tally
 
 _SLEEP_MIN_S = 0.0005
 """Shorter waits are skipped. A choice: a timer costs more."""
@@ -143,6 +143,7 @@ class EngineHost:
         self._numbers = itertools.count()
         self._work = anyio.Event()
         self._resumed: anyio.Event | None = None
+        self._last_gauges: Gauges | None = None  # while it hangs
         self._held: list[Answer] | None = None
         self._scope = anyio.CancelScope()
 
@@ -160,6 +161,11 @@ class EngineHost:
     def held_seats(self) -> int:
         """Number of sequences waiting for `release`."""
         return sum(len(answer.seats) for answer in self._held or ())
+
+    @property
+    def gauges(self) -> Gauges:
+        """What /metrics shows of it: while it hangs, what its last step left, whatever came or went since."""
+        return self._last_gauges or Gauges(self.engine.running, self.engine.waiting, self.engine.kv_usage)
 
     async def run(self) -> None:
         """Step the engine until `stop` or `die`."""
@@ -250,13 +256,14 @@ class EngineHost:
     def hang(self) -> None:
         """Stop stepping until `resume`."""
         if self._resumed is None:
+            self._last_gauges = self.gauges
             self._resumed = anyio.Event()
 
     def resume(self) -> None:
         """Continue after `hang`."""
         if self._resumed is not None:
             self._resumed.set()
-            self._resumed = None
+            self._resumed = self._last_gauges = None
 
     def die(self) -> None:
         """Die; all answers learn that the engine is dead."""

@@ -78,6 +78,18 @@ Series = dict[str, float]
 """Value per label set, as it stands between the braces."""
 
 
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """What an engine sets after each step: sequences in its batch and its queue, and the share of KV in use.
+
+    A vLLM that hangs, or sleeps, takes no step: it shows nothing of the requests that it gets meanwhile.
+    """
+
+    running: int
+    waiting: int
+    kv_usage: float
+
+
 class Histogram:
     """Counts per bucket, and their sum."""
 
@@ -183,22 +195,22 @@ class Tally:
         profile: Profile,
         model: str,
         *,
+        gauges: Gauges,
         prefix_caching: bool,
-        held: int,
         sleep_level: int | None,
     ) -> bytes:
         """Return the /metrics page.
 
         Args:
             engine, profile, model: What is served.
+            gauges: Its gauges.
             prefix_caching: Whether the engine has a prefix cache.
-            held: Sequences that wait because the engine is asleep.
             sleep_level: How deep it sleeps; None if it is awake.
         """
         name = f'model_name="{model}"'
         labels = f'engine="0",{name}'
         lines: list[str] = []
-        simple = self._simple(engine, name, labels, held, sleep_level)
+        simple = self._simple(engine, name, labels, gauges, sleep_level)
         simple["vllm:cache_config_info"] = {_cache_config(profile, prefix_caching): 1.0}
         for metric, series in simple.items():
             kind = "counter" if metric.endswith("_total") else "gauge"
@@ -210,13 +222,13 @@ class Tally:
         return ("\n".join(lines) + "\n").replace("{}", "").encode()
 
     def _simple(
-        self, engine: Engine, name: str, labels: str, held: int, sleep_level: int | None
+        self, engine: Engine, name: str, labels: str, gauges: Gauges, sleep_level: int | None
     ) -> dict[str, Series]:
         """Return the values of the counters and gauges, in the order of the page."""
-        waiting = float(engine.waiting + held)
+        waiting = float(gauges.waiting)
         return {
             "process_start_time_seconds": {"": self.started_wall_s},
-            "vllm:num_requests_running": {labels: float(engine.running)},
+            "vllm:num_requests_running": {labels: float(gauges.running)},
             "vllm:num_requests_waiting": {labels: waiting},
             "vllm:num_requests_waiting_by_reason": {
                 f'{labels},reason="capacity"': waiting,
@@ -226,7 +238,7 @@ class Tally:
                 f'{labels},sleep_state="{state}"': float(sleep_level == level)
                 for state, level in _SLEEP_STATES.items()
             },
-            "vllm:kv_cache_usage_perc": {labels: engine.kv_usage},
+            "vllm:kv_cache_usage_perc": {labels: gauges.kv_usage},
             "vllm:prefix_cache_queries_total": {labels: float(engine.queried_tokens)},
             "vllm:prefix_cache_hits_total": {labels: float(engine.found_tokens)},
             "vllm:num_preemptions_total": {labels: float(engine.preemptions)},

@@ -95,6 +95,7 @@ class Prober:
         on_change: Listener | None = None,
         on_sample: SampleListener | None = None,
         on_stale: Callable[[str], None] | None = None,
+        awaited_since: Callable[[str], float | None] | None = None,
     ) -> None:
         """Prepare to probe `backends`; nothing is sent before `run`.
 
@@ -109,11 +110,13 @@ class Prober:
             on_sample: Called with every sample, unless several engines answer by turns.
             on_stale: Called with the id of a backend, once per interval, while it has no recent sample, or
                 several engines answer by turns.
+            awaited_since: Returns since when an answer of a backend, by id, is waited for; see `Sample`.
         """
         self._clock = clock
         self._on_change = on_change
         self._on_sample = on_sample
         self._on_stale = on_stale
+        self._awaited_since = awaited_since
         self._watched: dict[str, _Watched] = {}
         self._rules: dict[str, HealthRules] = {}
         self._statuses: dict[str, BackendStatus] = {}
@@ -288,6 +291,8 @@ class Prober:
             status = self._statuses[name]
             if status.down_since is None and status.state is not State.OUT:  # otherwise it is not reachable
                 found = await _sample(asker, self._rules[name].scrape_timeout_s, self._clock)
+                if self._awaited_since is not None and isinstance(found, Sample):
+                    found = replace(found, awaited_since=self._awaited_since(name))
                 await self._learn(name, found)
                 is_shared = self._statuses[name].shared_at is not None
                 if self._on_sample is not None and isinstance(found, Sample) and not is_shared:

@@ -56,6 +56,7 @@ def sample(
     kv: float = 0.5,
     start: float | None = 1e9,
     steps: float = 0.0,
+    awaited: float | None = None,
 ) -> Sample:
     """A scrape; `advance` is told the time apart from it, so `at` is filled in by `play`."""
     return Sample(
@@ -68,7 +69,8 @@ def sample(
             prompt_tokens=100.0,
             steps=steps,
             started_at=start,
-        )
+        ),
+        awaited_since=awaited,
     )
 
 
@@ -78,7 +80,7 @@ def play(*script: tuple[float, Event], status: BackendStatus | None = None) -> l
     status = status or BackendStatus()
     for now, event in script:
         if isinstance(event, Sample):
-            event = Sample(replace(event.engine, at=now))
+            event = replace(event, engine=replace(event.engine, at=now))
         status = advance(status, event, now, RULES)
         seen.append(status)
     return seen
@@ -261,6 +263,56 @@ SCRIPTS: dict[str, tuple[list[tuple[float, Event]], list[str]]] = {
     "a-scheduler-that-starts-nothing-hangs": (
         [(0, OK), (1, sample(5, running=0, waiting=2)), (31, sample(5, running=0, waiting=2))],
         [U, U, H],
+    ),
+    "one-that-was-idle-when-it-hung-shows-nothing-of-what-it-got": (
+        [
+            *((0, OK), (50, sample(5, running=0)), (51, sample(5, running=0, awaited=50.5))),
+            *((79.9, sample(5, running=0, awaited=50.5)), (80, sample(5, running=0, awaited=50.5))),
+        ],
+        [U, U, U, U, H],
+    ),
+    "callers-that-leave-sooner-and-ask-again-do-not-hide-a-hang": (
+        [
+            *((0, OK), (1, sample(5, running=0)), (20, sample(5, running=0, awaited=2.0))),
+            *((at, sample(5, running=0, awaited=22.0)) for at in (22.5, 31.9, 32.0)),
+        ],
+        [U, U, U, U, U, H],
+    ),
+    "while-nobody-waits-an-engine-that-shows-nothing-is-idle": (
+        [
+            *((0, OK), (1, sample(5, running=0)), (20, sample(5, running=0, awaited=2.0))),
+            *((21, sample(5, running=0)), (50, sample(5, running=0, awaited=22.0))),
+            (51, sample(5, running=0, awaited=22.0)),
+        ],
+        [U, U, U, U, U, H],
+    ),
+    "refusals-at-once-are-no-hang": (
+        [(0, OK), *((float(at), sample(5, running=0, awaited=at - 0.1)) for at in range(1, 99))],
+        [U] * 99,
+    ),
+    "an-answer-awaited-while-others-come-is-no-hang": (
+        [
+            *((0, OK), (1, sample(5, running=0, awaited=0.5)), (30, sample(6, running=0, awaited=0.5))),
+            (59, sample(7, running=0, awaited=0.5)),
+        ],
+        [U] * 4,
+    ),
+    "a-new-request-has-its-own-time": (
+        [(0, OK), (1, sample(5, running=0, awaited=0.5)), (40, sample(5, running=0, awaited=39.0))],
+        [U] * 3,
+    ),
+    "a-hang-when-idle-is-tried-again-after-its-penalty-and-takes-twice-as-long": (
+        [
+            *((0, OK), (1, sample(5, running=0)), (32, sample(5, running=0, awaited=2.0))),
+            *((33, sample(5, running=0)), (36, sample(5, running=0)), (37, sample(5, running=0))),
+            *((38, sample(5, running=0, awaited=37.5)), (68, sample(5, running=0, awaited=37.5))),
+            *((at, sample(5, running=0)) for at in (69, 77, 78)),
+        ],
+        [U, U, H, H, H, P, P, H, H, H, P],
+    ),
+    "a-hang-when-idle-that-ends": (
+        [(0, OK), (1, sample(5, running=0)), (32, sample(5, running=0, awaited=2.0)), (33, sample(9))],
+        [U, U, H, P],
     ),
     "a-good-probe-does-not-cure-a-hang": ([(0, OK), (1, sample(5)), (31, sample(5)), (32, OK)], [U, U, H, H]),
     "a-hang-that-ends": ([(0, OK), (1, sample(5)), (31, sample(5)), (40, sample(9))], [U, U, H, P]),
@@ -606,6 +658,8 @@ def test_what_an_operator_is_told_of_a_backend() -> None:
     assert play((0, Attempt(Outcome.FAILED)))[-1].last_error == "failed"
     assert play((0, TIMEOUT))[-1].last_error == "probe: no answer in 3 s"
     assert seen[13].last_error == "hung: no token in 30 s with 1 running and 0 waiting"
+    idle = play((0, OK), (1, sample(5, running=0)), (35, sample(5, running=0, awaited=2.0)))[-1]
+    assert idle.reason == "no token in 34 s for requests of which it knows nothing"
 
 
 def test_what_it_serves_is_kept_and_a_wrong_model_is_said() -> None:

@@ -5,7 +5,7 @@ import json
 import re
 import struct
 import zlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from gateway.core.count_check import KV_SAMPLES
 from gateway.core.health import EngineSample, State, transitions
 from gateway.core.load import Load
 from gateway.ports import Slot
-from gateway.simulator import Fault, FaultOrder
+from gateway.simulator import Fault, FaultOrder, Simulator
 
 HELLO: Any = [{"role": "user", "content": "Why is the sky blue?"}]
 LONG: Any = [{"role": "user", "content": "The river runs past the old mill. " * 3_000}]
@@ -527,7 +527,20 @@ async def test_a_stream_that_breaks_raises_in_the_sdk(fleet: Site, fault: Fault)
     assert caught.value.code == "stream_broken"
 
 
-async def test_a_backend_that_hangs_is_noticed_and_left(tmp_path: Path) -> None:
+def hang(server: Simulator) -> None:
+    server.order(FaultOrder(Fault.HANG))
+
+
+def doze(server: Simulator) -> None:
+    server.doze(level=1)
+
+
+@pytest.mark.parametrize("halt", [hang, doze])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_backend_that_hangs_or_sleeps_is_noticed_and_left(
+    tmp_path: Path, halt: Callable[[Simulator], None], *, stream: bool
+) -> None:
+    """It has nothing to do when it halts, and so its metrics show nothing of what it is asked then."""
     profiles = {"light-0": "h100-tp1-light", "light-1": "h100-tp1-light", "push": "h100-tp2-push"}
     async with site(
         tmp_path,
@@ -536,15 +549,17 @@ async def test_a_backend_that_hangs_is_noticed_and_left(tmp_path: Path) -> None:
         models={"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light", "push"]}]}},
         health={"interval_s": 0.1, "hang_s": 0.5},
     ) as running:
-        running.backends["light-0"].order(FaultOrder(Fault.HANG))
+        halt(running.backends["light-0"])
 
         with anyio.fail_after(60):
             raw = await running.openai().chat.completions.with_raw_response.create(
-                model="gemma-4", messages=HELLO, max_tokens=5
+                model="gemma-4", messages=HELLO, max_tokens=5, stream=stream
             )
 
         assert raw.headers["x-gateway-backend"] == "light-1"
-        assert running.gateway.fleet.statuses()["light-0"].state is State.HUNG
+        status = running.gateway.fleet.statuses()["light-0"]
+        assert status.state is State.HUNG
+        assert "requests of which it knows nothing" in status.reason
 
 
 async def test_a_vllm_that_stops_silently_is_left_and_comes_back(

@@ -1243,6 +1243,24 @@ async def test_waiting_requests_leave_a_backend_that_is_lost(world: World) -> No
     assert world.notes.attempts[0].detail == "The backend stopped responding."
 
 
+async def test_what_is_awaited_of_a_backend_is_its_first_token(world: World) -> None:
+    gate, end = anyio.Event(), anyio.Event()
+    world.answers(light_0=Script([gate, ROLE + HELLO, end, STOP + DONE]))
+    awaited = [world.pipeline.awaited_since("light-0")]
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request())
+        await anyio.wait_all_tasks_blocked()
+        started_at = world.clock.now()
+        for event in (gate, end):
+            awaited.append(world.pipeline.awaited_since("light-0"))
+            event.set()
+            await anyio.wait_all_tasks_blocked()
+
+    awaited.append(world.pipeline.awaited_since("light-0"))
+    assert awaited == [None, started_at, None, None]
+
+
 async def test_a_stream_already_answered_is_not_abandoned(world: World) -> None:
     gate = anyio.Event()
     world.answers(light_0=Script([ROLE + HELLO, gate, STOP + DONE]))

@@ -236,7 +236,8 @@ async def test_the_status_comes_at_admission_and_nothing_before_the_first_token(
             await until(lambda: server.host.engine.waiting == 1)
             assert (await client.get("/load")).json() == {"server_load": 2}
             metrics = (await client.get("/metrics")).text
-            assert 'vllm:num_requests_waiting{engine="0",model_name="gemma-4-31b-it"} 1.0' in metrics
+            assert 'vllm:num_requests_running{engine="0",model_name="gemma-4-31b-it"} 1.0' in metrics
+            assert 'vllm:num_requests_waiting{engine="0",model_name="gemma-4-31b-it"} 0.0' in metrics
             assert 'vllm:num_requests_running{engine="0",model_name="gemma-4-31b-it"} 1.0' in metrics
 
 

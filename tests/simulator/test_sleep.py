@@ -101,7 +101,7 @@ async def test_a_sleeping_engine_takes_requests_and_says_nothing(
             assert stream.status_code == 200
             await until(lambda: server.load == 2)
             page = (await client.get("/metrics")).text
-            assert 'num_requests_waiting{engine="0",model_name="gemma-4-31b-it"} 2.0' in page
+            assert 'num_requests_waiting{engine="0",model_name="gemma-4-31b-it"} 0.0' in page  # as vLLM 0.32
             assert 'num_requests_running{engine="0",model_name="gemma-4-31b-it"} 0.0' in page
             assert (answers, server.generated_tokens) == ([], 0)
             await client.post("/wake_up")

@@ -32,6 +32,11 @@ has a new name."""
 REPLACED_MAX = 16
 """Processes whose starts are remembered. A choice: more engines than anybody puts behind one URL."""
 
+OWED_SHARE = 1 / 3
+"""How long a request must have waited at an engine that shows none, as a share of `hang_s`, if others have
+waited there before it. A choice: callers may leave sooner than after `hang_s`, and ask again; refusals come
+at once."""
+
 SHARED_S = 600.0
 """How long several engines are taken to answer at a URL after a sample that showed it. A choice: ten times as
 long as a connection is kept (`upstream.backend_clients.AGE_S`), so that each of two is seen again."""
@@ -62,8 +67,8 @@ def advance(status: BackendStatus, event: Event, now: float, rules: HealthRules)
             return _probe_failed(status, event, now, rules)
         case ModelsFailed():
             return _models_failed(status, event, now, rules)
-        case Sample(engine):
-            return _sample(status, engine, now, rules)
+        case Sample(engine, awaited_since):
+            return _sample(status, engine, awaited_since, now, rules)
         case SampleFailed(detail):
             return replace(status, metrics_error=detail)
         case Attempt(Outcome.OK):
@@ -244,7 +249,9 @@ def _is_working(status: BackendStatus, now: float, rules: HealthRules) -> bool:
 # ---- samples
 
 
-def _sample(status: BackendStatus, new: EngineSample, now: float, rules: HealthRules) -> BackendStatus:
+def _sample(
+    status: BackendStatus, new: EngineSample, awaited_since: float | None, now: float, rules: HealthRules
+) -> BackendStatus:
     old, is_other = status.engine, False
     status = replace(status, engine=new, metrics_error="")
     if old is not None and _restarted(old, new):
@@ -256,11 +263,16 @@ def _sample(status: BackendStatus, new: EngineSample, now: float, rules: HealthR
     if is_other:
         return _after_restart(status, now)
     moved = old is None or _counted(old) != _counted(new) or new.kv_usage > old.kv_usage
-    if moved or status.progress_at is None or new.running + new.waiting == 0:
+    is_idle = new.running + new.waiting == 0
+    if moved or status.progress_at is None or (is_idle and awaited_since is None):
         return _after_progress(status, old, new, now, rules)
+    # vLLM sets its gauges after each step: if it was idle when it hung, or sleeps, they stay at zero.
+    is_owed = awaited_since is not None and now - awaited_since >= rules.hang_s * OWED_SHARE
     stuck_s = now - status.progress_at
-    if stuck_s >= rules.hang_s and usable(status):
+    if stuck_s >= rules.hang_s and (is_owed or not is_idle) and usable(status):
         why = f"no token in {stuck_s:.0f} s with {new.running} running and {new.waiting} waiting"
+        if is_idle:
+            why = f"no token in {stuck_s:.0f} s for requests of which it knows nothing"
         status = _with_penalty(status, status.progress_at, now, rules)
         return _enter(replace(status, last_error=f"hung: {why}"), State.HUNG, now, why)
     return status

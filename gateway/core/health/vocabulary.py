@@ -309,9 +309,16 @@ class ModelsFailed:
 
 @valueclass(frozen=True, slots=True)
 class Sample:
-    """A scrape of `/metrics` succeeded."""
+    """A scrape of `/metrics` succeeded.
+
+    Attributes:
+        engine: What it showed.
+        awaited_since: Since when this process waits for the first byte of an answer from there, in monotonic
+            seconds; None if it waits for none.
+    """
 
     engine: EngineSample
+    awaited_since: float | None = None
 
 
 @valueclass(frozen=True, slots=True)
