@@ -45,7 +45,10 @@ class Cause(StrEnum):
             case Cause.OTHERS:
                 return "something else uses this server: another gateway without the same store, or a client"
             case Cause.HELD:
-                return "slots are held for requests that the engine does not have: slow callers, or a leak"
+                return (
+                    "slots are held for requests that the engine does not show: "
+                    "it hangs or sleeps, callers are slow, or a leak"
+                )
         return "no difference has lasted for a minute"
 
 

@@ -149,3 +149,7 @@ def test_a_chunk_that_is_being_read_is_its_own() -> None:
         tracker.observe(EngineSample(at=float(number), running=1, kv_usage=usage), Load(), backend)
 
     assert tracker.drift("b").kv_blocks == int(usage * 100_000)
+
+
+def test_an_operator_is_told_what_may_hold_slots() -> None:
+    assert Cause.HELD.sentence().endswith("does not show: it hangs or sleeps, callers are slow, or a leak")
