@@ -223,7 +223,10 @@ async def _fall_asleep(member: Member, level: int, timeout_s: float) -> str:
 
 
 async def _wake_up(member: Member, level: int, timeout_s: float) -> str:
-    """Wake a server up. Level 2 discards the weights: unless they are reloaded, answers are garbage."""
+    """Wake a server up. Level 2 discards the weights: unless they are reloaded, answers are garbage.
+
+    One that is not running cannot be woken: whoever runs it starts it again, and it comes up awake.
+    """
     reload = json.dumps({"method": "reload_weights"}).encode()
     steps: tuple[tuple[str, bytes | None], ...] = (("/wake_up", None),)
     if level == 2:
@@ -236,7 +239,7 @@ async def _wake_up(member: Member, level: int, timeout_s: float) -> str:
         try:
             await _of(member, "POST", path, timeout_s, body)
         except Failed as failure:
-            return f"{path}: {failure}"
+            return "" if is_refused(failure) else f"{path}: {failure}"
     return ""
 
 

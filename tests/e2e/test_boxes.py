@@ -19,6 +19,7 @@ from support.redis_server import own_server
 
 from gateway import settings
 from gateway.app import Gateway
+from gateway.core import box
 from gateway.core.box import State
 from gateway.core.health import State as Health
 from gateway.core.load import Load
@@ -333,6 +334,28 @@ async def test_the_other_ways_to_switch(tmp_path: Path, way: Callable[[Box], Map
         assert (await site.ask("gemma")).status_code == 200
         assert site.is_unharmed()
     assert (tmp_path / "launches.json").exists()
+
+
+async def test_a_server_with_sleep_mode_that_died_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be woken, and its supervisor needs as long as a boot to have it up again."""
+    monkeypatch.setattr(box, "COMMAND_PAUSES_S", (0.01, 0.01))
+    async with (
+        simulated_box(BoxOptions(spark_pair(speed=SPEED, sleep_mode=True), resident="gemma")) as machine,
+        gateway_at(machine, tmp_path, by_sleep(machine)) as site,
+    ):
+        await site.resident("gemma")
+        gemma = machine.models["gemma"].server
+        assert gemma is not None
+        gemma.order(FaultOrder(Fault.CRASH, for_s=1.5 * SPEED))
+        await site.until(lambda: bool(site.box().restarts))
+        await site.until(lambda: site.box().is_started)
+        await site.resident("gemma")
+
+        assert not site.box().quarantine
+        assert (await site.ask("gemma")).status_code == 200
+        assert site.is_unharmed()
 
 
 async def test_a_gateway_that_starts_without_its_store_uses_what_is_in_and_switches_nothing(

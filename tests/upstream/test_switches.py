@@ -135,6 +135,14 @@ async def test_sleep_frees_and_waking_up_reads_discarded_weights_anew() -> None:
         assert asked(server) == ["POST /sleep?level=1", "GET /is_sleeping"]
 
 
+@pytest.mark.parametrize("level", [1, 2])
+async def test_a_server_that_is_not_there_is_not_woken_but_waited_for(level: int) -> None:
+    assert await switch(member(BySleep(level=level))).start("qwen", 1) == ""
+    async with answering(answer("404 Not Found")) as server:
+        woken = await switch(member(BySleep(level=level), server.url)).start("qwen", 1)
+    assert woken.endswith(": HTTP 404")
+
+
 async def test_a_server_that_is_not_there_needs_no_sleep_and_one_that_refuses_has_failed() -> None:
     assert await switch(member(BySleep())).stop("qwen", 1) == ""
     async with answering(answer("404 Not Found"), answer("200 OK")) as server:
