@@ -272,7 +272,7 @@ class HealthSection(Section):
     """Longest ejection in seconds."""
 
     hang_s: Seconds = _HEALTH.hang_s
-    """Seconds without a token, while requests run or wait, that count as a hang; more if a step takes longer."""
+    """Seconds without a token, while requests run or wait, that count as a hang; more if a step is longer."""
 
     probation_successes: Positive = _HEALTH.probation_successes
     """Requests that must succeed before a recovered backend is trusted again."""
