@@ -122,7 +122,6 @@ class _Kept:
     fence: int = 0
     has_heard: bool = False  # the board has replied at least once
     heard_at: float = 0.0  # when it last did, monotonic seconds
-    is_away: bool = False  # the board did not reply in the last round
     told: str = ""  # the state on the board as last read
     told_box: Box | None = None  # what it says: its ages count from when it was first read
     entered_at: float = 0.0  # when this process learned of the current state, monotonic seconds
@@ -256,7 +255,7 @@ class BoxController:
             plan = outlook(kept.rules, kept.box, self._wants(kept), now)
             at = comes_at(kept.box, plan, name, kept.boot_s, now)
             if at is not None:
-                times.append(max(0.0, at - now))
+                times.append(at - now)
         return min(times, default=None)
 
     # -------------------------------------------------------------- the loop
@@ -286,8 +285,7 @@ class BoxController:
             for order in orders:
                 tasks.start_soon(self._carry_out, kept, order)
             self._show(kept, before)
-            # While ownership is uncertain, reports wait for the board.
-            if kept.box.state is before.state and (kept.is_away or not kept.reports):
+            if kept.box.state is before.state:
                 with anyio.move_on_after(LOOK_S):
                     await kept.wake.wait()
 
@@ -303,7 +301,6 @@ class BoxController:
         )
         await self._read_store(kept)
         now = self._clock.now()
-        kept.is_away = reply is None
         if reply is None:
             kept.hearing.forget()
             if kept.box.state is State.UNKNOWN and not kept.has_heard:
@@ -324,7 +321,6 @@ class BoxController:
             kept.swaps.observe(kept.box)  # a swap is counted by the owner that completes it
         kept.fence = reply.fence
         if not kept.fence:
-            kept.reports.clear()
             kept.hearing.forget()
             return ()
         events: list[Event] = [*kept.reports]

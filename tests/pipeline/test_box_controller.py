@@ -12,8 +12,9 @@ from support.boards import EmulatedBoard
 from support.redis_server import own_server
 
 from gateway.core.backends import Backend, Capacity, KneeStep, Pool
-from gateway.core.box import COMMAND_PAUSES_S, Box, BoxRules, Quarantine, State
+from gateway.core.box import COMMAND_PAUSES_S, COMMAND_TRIES, INSPECT_S, Box, BoxRules, Quarantine, State
 from gateway.core.box_report import note, written
+from gateway.core.box_swaps import Swap, SwapCause
 from gateway.core.decision import Exclusion
 from gateway.core.errors import StoreUnavailable
 from gateway.core.health import BackendStatus
@@ -22,6 +23,7 @@ from gateway.core.jobs import Lane, Queue
 from gateway.core.load import Demand, Load
 from gateway.core.policy import ModelPolicy, Policy, TrafficClass, Waiting
 from gateway.core.swap_policy import Backlog, Cause, SwapRules, Trigger
+from gateway.core.versions import bounds
 from gateway.core.waiting import Refused, Ticket, WaitingLine
 from gateway.pipeline import box_controller
 from gateway.pipeline.box_controller import READY_S, STORE_LOST_S, BoxController, BoxSnapshot
@@ -43,6 +45,7 @@ POLICY = Policy(
     },
 )
 RULES = BoxRules(SwapRules("qwen", {"gemma": Trigger(4, 1500.0), "qwen": Trigger(4, 600.0)}, 300.0))
+SLOW_RULES = replace(RULES, settle_s=3.0)
 BOOT_S = {"gemma": 306.0, "qwen": 306.0}
 
 
@@ -52,6 +55,7 @@ class Machine:
 
     now: float = 10_000.0
     inside: set[str] = field(default_factory=lambda: {"qwen"})
+    strangers: set[str] = field(default_factory=set)  # what only seems to be in: another answers for it
     orders: list[str] = field(default_factory=list)
     lanes_there: Sequence[Lane] = ()
     drained_at: float | None = None
@@ -61,16 +65,20 @@ class Machine:
     looks: int = 0
     stops: anyio.Event | None = None  # when what it is told to stop has stopped; None: at once
     answers: anyio.Event | None = None  # when the canary is answered; None: at once
+    answer: str = ""  # what is wrong with its answer
     starts: anyio.Event | None = None  # when the next start goes through; None: at once
     failures: list[str] = field(default_factory=list)  # of the next start commands
+    stop_failures: list[str] = field(default_factory=list)  # of the next stop commands
     fences: list[int] = field(default_factory=list)  # of the commands
     restarts: int = 0  # of the model that is in
     awaited: list[str] = field(default_factory=list)  # whose health begins anew
+    out: list[tuple[str, str]] = field(default_factory=list)  # whom health checks leave alone, and why
+    health: BackendStatus | None = None  # of what is in; None: it answers
     shared: dict[str, Any] = field(default_factory=dict)
 
     # ports.Switch
     async def is_resident(self, backend_id: str) -> bool:
-        return backend_id in self.inside
+        return backend_id in self.inside and backend_id not in self.strangers
 
     async def start(self, backend_id: str, fence: int) -> str:
         self.fences.append(fence)
@@ -86,6 +94,8 @@ class Machine:
         self.fences.append(fence)
         if self.stops is not None:
             await self.stops.wait()
+        if self.stop_failures:
+            return self.stop_failures.pop(0)
         self.inside.discard(backend_id)
         self.orders.append(f"stop {backend_id}")
         return ""
@@ -93,7 +103,7 @@ class Machine:
     async def ask(self, backend_id: str) -> str:
         if self.answers is not None:
             await self.answers.wait()
-        return ""
+        return self.answer
 
     # ports.BoxFleet
     def statuses(self) -> Mapping[str, BackendStatus]:
@@ -101,13 +111,14 @@ class Machine:
         out = BackendStatus()
         if self.unseen_since is not None:
             out = BackendStatus(state=Health.BOOTING, since=self.unseen_since)
-        return {name: up if name in self.inside else out for name in ("gemma", "qwen")}
+        return {name: (self.health or up) if name in self.inside else out for name in ("gemma", "qwen")}
 
     async def wait_for(self, predicate: Callable[[Mapping[str, BackendStatus]], bool]) -> None:
-        assert predicate(self.statuses())
+        while not predicate(self.statuses()):
+            await self.looked.wait()
 
     def put_out(self, backend_id: str, reason: str) -> None:
-        pass
+        self.out.append((backend_id, reason))
 
     def await_boot(self, backend_id: str, reason: str) -> None:
         assert backend_id in POLICY.backends
@@ -147,15 +158,18 @@ class Process:
     line: WaitingLine = field(default_factory=WaitingLine)
     board: BoxBoard | None = None
     ledger: MemoryLedger | FallbackLedger = field(default_factory=MemoryLedger)
+    rules: BoxRules = RULES
+    policy: Policy = POLICY
     changes: int = 0  # how often the line was told to look again
+    swaps: list[tuple[str, Swap]] = field(default_factory=list)  # that it has completed
 
     def __post_init__(self) -> None:
         shared = EmulatedBoard(
             lambda: self.machine.now, process=self.name, ttl_s=1e9, shared=self.machine.shared
         )
         self.controller = BoxController(
-            {"spark": RULES},
-            POLICY.backends,
+            {"spark": self.rules},
+            self.policy.backends,
             boot_s=BOOT_S,
             switch=self.machine,
             board=self.board or shared,
@@ -163,9 +177,10 @@ class Process:
             ledger=self.ledger,
             line=self.line,
             jobs=cast(JobStore, self.machine),
-            policy=lambda: POLICY,
+            policy=lambda: self.policy,
             clock=Clock(self.machine),
             on_change=self._note_change,
+            on_swap=lambda box_id, swap: self.swaps.append((box_id, swap)),
         )
 
     def _note_change(self) -> None:
@@ -208,6 +223,15 @@ class Process:
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(box_controller, "LOOK_S", 0.005)
+
+
+@asynccontextmanager
+async def run(*processes: Process) -> AsyncIterator[None]:
+    async with anyio.create_task_group() as tasks:
+        for process in processes:
+            tasks.start_soon(process.controller.run)
+        yield
+        tasks.cancel_scope.cancel()
 
 
 @asynccontextmanager
@@ -272,7 +296,7 @@ async def test_a_process_that_stood_still_goes_on_with_the_swap_that_only_it_can
 
 async def test_a_model_is_stopped_once_every_process_knows_that_it_drains() -> None:
     machine = Machine()
-    one, other = Process(machine), board_of(machine, "other")
+    one, other = Process(machine, rules=SLOW_RULES), board_of(machine, "other")
     async with at_work(one):
         resident = one.snapshot.box
         await other.sync("spark", fence=0, state="", note=note({}, resident, machine.now))
@@ -288,8 +312,63 @@ async def test_a_model_is_stopped_once_every_process_knows_that_it_drains() -> N
         assert one.snapshot.waits_for == "2 running sequences"
         await one.ledger.release(slot)
         await other.sync("spark", fence=0, state="", note=note({}, one.snapshot.box, machine.now))
+        await one.until(lambda: "before they knew" in one.snapshot.waits_for)
+        machine.now += SLOW_RULES.settle_s
         await one.is_at(State.RESIDENT, "gemma")
         assert machine.orders == ["stop qwen", "start gemma"]
+        assert one.snapshot.waits_for == ""
+
+
+async def test_what_others_knew_of_a_drain_before_the_board_was_away_is_asked_again() -> None:
+    machine = Machine()
+    one, other = Process(machine, board=BoardAway(machine), rules=SLOW_RULES), board_of(machine, "other")
+    slot = await one.ledger.acquire("qwen", Load(seqs=1), Load(seqs=1))
+    assert isinstance(slot, Slot)
+    async with at_work(one):
+        resident = one.snapshot.box
+        await one.is_due_to_swap()
+        await one.is_at(State.DRAINING, "qwen")
+        await other.sync("spark", fence=0, state="", note=note({}, one.snapshot.box, machine.now))
+        await one.another_look()
+        machine.is_away = True
+        await one.another_look()
+        await one.another_look()
+        # Meanwhile the other one could not know that it drains, and used it again.
+        await other.sync("spark", fence=0, state="", note=note({}, resident, machine.now))
+        await one.ledger.release(slot)
+        machine.is_away = False
+        for _ in range(3):
+            machine.now += SLOW_RULES.settle_s
+            await one.another_look()
+        assert (one.at, machine.orders) == ((State.DRAINING, "qwen"), [])
+
+
+async def test_what_others_knew_of_a_drain_before_the_box_was_another_gateways_is_asked_again() -> None:
+    machine = Machine()
+    one, third = Process(machine, rules=SLOW_RULES), board_of(machine, "third")
+    slot = await one.ledger.acquire("qwen", Load(seqs=1), Load(seqs=1))
+    assert isinstance(slot, Slot)
+    async with at_work(one):
+        resident = one.snapshot.box
+        await one.is_due_to_swap()
+        await one.is_at(State.DRAINING, "qwen")
+        draining = one.snapshot.box
+        await third.sync("spark", fence=0, state="", note=note({}, draining, machine.now))
+        await one.another_look()
+        await board_of(machine, "one").leave("spark")
+        other = await say(machine, draining)
+        await third.sync("spark", fence=0, state="", note=note({}, resident, machine.now))
+        await one.until(lambda: not one.snapshot.is_owner)
+        assert one.snapshot.waits_for == "1 running sequence"
+        await one.ledger.release(slot)
+        assert one.snapshot.waits_for == ""  # of the owner, which this one is not
+        await other.leave("spark")
+        await one.until(lambda: one.snapshot.is_owner)
+        for _ in range(3):
+            machine.now += SLOW_RULES.settle_s
+            await one.another_look()
+        assert one.snapshot.is_owner
+        assert (one.at, machine.orders) == ((State.DRAINING, "qwen"), [])
 
 
 async def test_no_model_is_stopped_while_what_other_gateways_have_in_flight_is_unknown(
@@ -329,6 +408,157 @@ async def test_a_gateway_that_ends_leaves_its_box_to_the_others_at_once() -> Non
     two = Process(machine, "two")
     async with at_work(two):
         await two.until(lambda: two.snapshot.is_owner)
+
+
+async def test_a_box_is_left_before_its_gateway_says_that_it_has_ended() -> None:
+    machine = Machine()
+    board = SlowToLeave(machine)
+    one = Process(machine, board=board)
+    with anyio.fail_after(10):
+        await one.controller.wait_ended()  # it does not run
+        async with anyio.create_task_group() as waiting:
+            ended = anyio.Event()
+
+            async def wait() -> None:
+                await one.controller.wait_ended()
+                ended.set()
+
+            async with at_work(one):
+                waiting.start_soon(wait)
+                for _ in range(3):
+                    await one.another_look()
+                assert not ended.is_set()
+                board.leaves.set()
+            await ended.wait()
+    assert machine.shared["spark"].owner == ""
+
+
+async def test_a_board_that_does_not_answer_keeps_no_gateway_from_ending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(box_controller, "LEAVE_S", 0.01)
+    machine = Machine()
+    with anyio.fail_after(10):
+        async with at_work(Process(machine, board=SlowToLeave(machine))):
+            pass
+    assert machine.shared["spark"].owner == "one"  # until it expires
+
+
+async def test_an_order_that_has_been_carried_out_is_not_waited_for_until_the_next_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(box_controller, "LOOK_S", 3600.0)
+    one = Process(Machine())
+    async with at_work(one):  # it has been found, and asked
+        assert one.machine.looks < 10
+
+
+async def test_the_line_looks_again_only_when_something_about_a_box_has_changed() -> None:
+    one = Process(Machine())
+    async with at_work(one):
+        await one.another_look()
+        before = one.changes
+        assert before > 0
+        for _ in range(3):
+            await one.another_look()
+        assert one.changes == before
+
+
+async def test_no_model_serves_before_it_is_known_what_a_box_holds() -> None:
+    assert set(Process(Machine()).controller.objections()) == {"gemma", "qwen"}
+
+
+async def test_health_checks_are_told_why_they_shall_leave_a_model_alone() -> None:
+    machine = Machine()
+    one = Process(machine)
+    async with at_work(one):
+        await one.another_look()
+        await one.another_look()
+        assert machine.out[-1:] == [("gemma", "the box spark is for another model now")]
+        assert len(machine.out) == len(set(machine.out))
+        machine.failures = ["exit status 7"] * COMMAND_TRIES
+        await one.is_due_to_swap()
+        while "gemma" not in one.snapshot.box.quarantine:
+            machine.now += max(COMMAND_PAUSES_S)
+            await one.another_look()
+        await one.is_at(State.RESIDENT, "qwen")
+        await one.another_look()
+        assert ("gemma", "in quarantine: cannot be started: exit status 7") in machine.out
+
+
+async def test_a_swap_is_counted_by_the_gateway_that_completes_it() -> None:
+    machine = Machine()
+    one, two = Process(machine), Process(machine, "two")
+    async with anyio.create_task_group() as tasks:
+        async with at_work(one):
+            tasks.start_soon(two.controller.run)
+            await two.is_at(State.RESIDENT, "qwen")
+            await one.is_due_to_swap()
+            await one.is_at(State.RESIDENT, "gemma")
+            await two.is_at(State.RESIDENT, "gemma")
+            [(box_id, swap)] = one.swaps
+            assert (box_id, swap.backend, swap.cause) == ("spark", "gemma", SwapCause.JOBS)
+        await two.until(lambda: two.snapshot.is_owner)
+        await two.another_look()
+        assert (len(one.swaps), two.swaps) == (1, [])
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_gateway_that_takes_a_box_over_in_a_swap_counts_it() -> None:
+    machine = Machine()
+    other = await say(
+        machine, Box(State.DRAINING, machine.now, backend="qwen", target="gemma", cause=Cause.AGE)
+    )
+    one = Process(machine)
+    async with run(one):
+        await one.is_at(State.DRAINING, "qwen")
+        machine.inside = {"gemma"}
+        await say(machine, Box(State.CHECKING, machine.now, backend="gemma", cause=Cause.AGE))
+        await one.is_at(State.CHECKING, "gemma")
+        await other.leave("spark")
+        await one.is_at(State.RESIDENT, "gemma")
+        assert [(swap.backend, swap.cause) for _, swap in one.swaps] == [("gemma", SwapCause.AGE)]
+
+
+async def test_what_waits_behind_a_command_is_not_done_for_a_box_that_is_another_gateways_by_then() -> None:
+    machine = Machine(starts=anyio.Event())
+    one = Process(machine)
+    async with at_work(one):
+        await one.is_due_to_swap()
+        await one.is_at(State.BOOTING, "gemma")
+        await one.another_look()
+        machine.now += RULES.boot_budget_s
+        await one.is_at(State.STOPPING, "gemma")
+        await one.another_look()
+        await board_of(machine, "one").leave("spark")
+        await say(machine, one.snapshot.box)
+        await one.until(lambda: not one.snapshot.is_owner)
+        assert machine.starts is not None
+        machine.starts.set()
+        for _ in range(3):
+            await one.another_look()
+        assert machine.orders == ["stop qwen", "start gemma"]
+
+
+@pytest.mark.parametrize(
+    "health",
+    [
+        BackendStatus(state=Health.UP),
+        BackendStatus(state=Health.UP, served_models=("m",), down_since=1.0),
+        BackendStatus(state=Health.DOWN, served_models=("m",)),
+    ],
+    ids=["unknown-models", "fails", "down"],
+)
+async def test_a_model_whose_health_is_in_doubt_has_not_been_seen(health: BackendStatus) -> None:
+    machine = Machine(health=health)
+    await say(machine, Box(State.RESIDENT, machine.now, backend="qwen"))
+    one = Process(machine)
+    async with run(one):
+        await one.is_at(State.RESIDENT, "qwen")
+        await one.another_look()
+        assert one.controller.objections()["qwen"][0] is Exclusion.SWAPPED_OUT
+        machine.health = None
+        await one.until(lambda: "qwen" not in one.controller.objections())
 
 
 async def test_a_command_that_fails_is_logged_before_it_is_tried_again(
@@ -478,11 +708,11 @@ async def test_only_a_restart_of_the_gateway_lifts_a_quarantine() -> None:
             await other.leave("spark")
             scope = anyio.CancelScope()
 
-            async def run(process: Process = one, scope: anyio.CancelScope = scope) -> None:
+            async def run_one(process: Process = one, scope: anyio.CancelScope = scope) -> None:
                 with scope:
                     await process.controller.run()
 
-            tasks.start_soon(run)
+            tasks.start_soon(run_one)
             await one.until(lambda one=one: one.snapshot.is_owner)  # type: ignore[misc]
             await one.is_at(State.RESIDENT, "qwen")
             assert one.controller.objections()["gemma"][0] is objection
@@ -709,6 +939,25 @@ async def test_a_store_that_is_away_for_long_holds_nothing_up() -> None:
         await one.until(lambda: one.snapshot.stored["gemma"].count == 12)
 
 
+class SlowToLeave:
+    """A board that is left only once it is told so."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.leaves = anyio.Event()
+        self._board = board_of(machine, "one")
+
+    async def sync(self, box_id: str, *, fence: int, state: str, note: str) -> Board:
+        return await self._board.sync(box_id, fence=fence, state=state, note=note)
+
+    async def leave(self, box_id: str) -> None:
+        await self.leaves.wait()
+        await anyio.lowlevel.checkpoint()
+        await self._board.leave(box_id)
+
+    async def aclose(self) -> None:
+        pass
+
+
 class BoardAway:
     """A board that does not reply while its machine's store is away."""
 
@@ -760,11 +1009,38 @@ async def test_the_one_model_that_is_in_serves_though_the_store_was_never_there(
     async with at_work(one):
         await one.is_at(State.RESIDENT, "qwen")
         assert not one.snapshot.is_owner
+        since = one.snapshot.box.since
+        machine.now += STORE_LOST_S + 1
+        for _ in range(2):
+            await one.another_look()
+        assert (one.at, one.snapshot.box.since) == ((State.RESIDENT, "qwen"), since)
         machine.is_away = False
         await one.until(lambda: one.snapshot.is_owner and one.at == (State.RESIDENT, "qwen"))
         await one.is_due_to_swap()
         await one.is_at(State.RESIDENT, "gemma")
         assert (one.snapshot.is_owner, machine.orders) == (True, ["stop qwen", "start gemma"])
+
+
+async def test_a_box_that_another_gateway_is_still_looking_into_is_not_judged_while_the_store_is_away() -> (
+    None
+):
+    machine = Machine()
+    await say(machine, Box(State.UNKNOWN, machine.now))
+    one = Process(machine, board=BoardAway(machine))
+    async with run(one):
+        for _ in range(2):
+            await one.another_look()
+        machine.is_away = True
+        for _ in range(3):
+            await one.another_look()
+        assert one.snapshot.box.state is State.UNKNOWN
+
+
+async def test_a_model_that_answers_from_elsewhere_is_not_taken_for_the_one_that_is_in() -> None:
+    machine = Machine(is_away=True, inside={"gemma", "qwen"}, strangers={"gemma"})
+    one = Process(machine, board=BoardAway(machine))
+    async with at_work(one):
+        assert set(one.controller.objections()) == {"gemma"}
 
 
 async def test_where_two_models_are_in_none_serves_before_the_store_was_there() -> None:
@@ -818,3 +1094,182 @@ async def test_callers_are_told_when_their_jobs_can_start() -> None:
         machine.lanes_there = [stored(1, 100.0)]
         await one.until(lambda: one.snapshot.plan.cause is Cause.AGE)
         assert one.controller.away_s("gemma/work") == 1400.0 + 306.0
+
+
+async def test_a_job_for_a_server_outside_of_all_boxes_can_start_now() -> None:
+    elsewhere = replace(POLICY.backends["gemma"], id="elsewhere")
+    policy = replace(
+        POLICY,
+        pools={**POLICY.pools, "gemma": Pool("gemma", ("elsewhere",))},
+        backends={**POLICY.backends, "elsewhere": elsewhere},
+    )
+    one = Process(Machine(), policy=policy)
+    assert one.controller.away_s("gemma/work") == 0.0
+    assert one.controller.away_s("qwen/work") is None
+
+
+async def test_who_waits_for_a_box_that_had_failed_is_asked_again_once_it_boots() -> None:
+    machine = Machine()
+    await say(machine, Box(State.FAILED, machine.now))
+    one = Process(machine)
+    async with run(one):
+        await one.until(lambda: one.snapshot.box.state is State.FAILED)
+        await one.another_look()
+        before, objections = one.changes, set(one.controller.objections())
+        await say(machine, Box(State.BOOTING, machine.now, backend="qwen"))
+        await one.is_at(State.BOOTING, "qwen")
+        await one.another_look()
+        assert (one.changes, set(one.controller.objections())) == (before + 1, objections)
+
+
+async def test_each_step_of_a_swap_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "gateway.boxes")
+    one = Process(Machine())
+    async with at_work(one):
+        await one.another_look()
+        await one.is_due_to_swap()
+        await one.is_at(State.RESIDENT, "gemma")
+        await one.another_look()
+    assert [record.getMessage().removeprefix("box spark: ") for record in caplog.records] == [
+        "this gateway now switches its models (fence 1)",
+        "inspect it",
+        "checking qwen (found running)",
+        "check qwen",
+        "resident qwen (answers correctly)",
+        "draining qwen -> gemma (4 requests wait for gemma)",
+        "stopping qwen -> gemma (4 requests wait for gemma)",
+        "stop qwen",
+        "booting gemma (4 requests wait for gemma; it has to boot)",
+        "start gemma",
+        "checking gemma (answers, after 0 s)",
+        "check gemma",
+        "resident gemma (answers correctly)",
+    ]
+
+
+async def test_a_box_that_has_failed_says_when_it_is_looked_at_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    machine = Machine(stop_failures=["exit status 7"] * (COMMAND_TRIES + 1))
+    one = Process(machine)
+    async with at_work(one):
+        await one.is_due_to_swap()
+        while one.snapshot.box.state is not State.FAILED:
+            machine.now += max(COMMAND_PAUSES_S)
+            await one.another_look()
+        machine.inside.clear()  # somebody has switched the machine off
+        machine.now += INSPECT_S
+        await one.until(lambda: not machine.stop_failures)
+        await one.another_look()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [
+        *(f"box spark: cannot stop qwen (try {number} of 3): exit status 7" for number in (1, 2, 3)),
+        "box spark: cannot stop gemma (the box has failed: again in 30 s): exit status 7",
+    ]
+
+
+async def test_a_state_that_cannot_be_read_changes_nothing() -> None:
+    machine = Machine()
+    other = await say(machine, Box(State.RESIDENT, machine.now, backend="qwen"))
+    one = Process(machine)
+    async with run(one):
+        await one.is_at(State.RESIDENT, "qwen")
+        await other.sync("spark", fence=1, state="of a later version", note="")
+        for _ in range(3):
+            await one.another_look()
+        assert one.at == (State.RESIDENT, "qwen")
+
+
+async def test_a_model_is_checked_and_serves_only_while_its_health_is_known() -> None:
+    machine = Machine()
+    one = Process(machine)
+    async with at_work(one):
+        machine.answers, machine.stops = anyio.Event(), anyio.Event()
+        await one.is_due_to_swap()
+        await one.is_at(State.STOPPING, "qwen")
+        machine.health = BackendStatus(state=Health.BOOTING)
+        machine.stops.set()
+        await one.is_at(State.BOOTING, "gemma")
+        await one.another_look()
+        await one.another_look()
+        assert one.at == (State.BOOTING, "gemma")
+        machine.health = None
+        await one.is_at(State.CHECKING, "gemma")
+        machine.health = BackendStatus(state=Health.UP)  # what it serves is not known
+        machine.answers.set()
+        await one.another_look()
+        await one.another_look()
+        assert one.at == (State.CHECKING, "gemma")
+        machine.health = None
+        await one.is_at(State.RESIDENT, "gemma")
+
+
+async def test_a_model_that_has_answered_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(box_controller, "READY_S", 0.01)
+    machine = Machine(answers=anyio.Event())
+    one = Process(machine)
+    async with run(one):
+        await one.is_at(State.CHECKING, "qwen")
+        machine.health = BackendStatus(state=Health.UP)
+        assert machine.answers is not None
+        machine.answers.set()
+        await one.is_at(State.RESIDENT, "qwen")
+
+
+async def test_a_model_that_gives_the_wrong_answer_is_not_waited_for() -> None:
+    machine = Machine(answers=anyio.Event(), answer="the canary is dead")
+    one = Process(machine)
+    async with run(one):
+        await one.is_at(State.CHECKING, "qwen")
+        machine.health = BackendStatus(state=Health.UP)
+        assert machine.answers is not None
+        machine.answers.set()
+        await one.until(lambda: one.snapshot.box.state is not State.CHECKING)
+        assert "the canary is dead" in one.snapshot.box.quarantine["qwen"].reason
+
+
+@pytest.mark.parametrize(
+    ("health", "reason"),
+    [
+        (BackendStatus(last_error="probe: connection refused"), "connection refused"),
+        (
+            BackendStatus(
+                state=Health.UP, served_models=("m",), down_since=1.0, last_error="x", model_error="serves n"
+            ),
+            "serves n",
+        ),
+    ],
+    ids=["probe", "other-model"],
+)
+async def test_a_model_that_is_not_ready_in_time_is_said_to_be_kept_from_it_by_what_its_probes_found(
+    health: BackendStatus, reason: str
+) -> None:
+    machine = Machine(stops=anyio.Event())
+    one = Process(machine)
+    async with at_work(one):
+        await one.is_due_to_swap()
+        await one.is_at(State.STOPPING, "qwen")
+        assert machine.stops is not None
+        machine.stops.set()
+        machine.health = health
+        await one.until(lambda: one.snapshot.box.is_started)
+        machine.now += RULES.boot_budget_s
+        await one.until(lambda: "gemma" in one.snapshot.box.quarantine)
+        said = f"not ready {RULES.boot_budget_s:.0f} s after its start: {reason}"
+        assert one.snapshot.box.quarantine["gemma"].reason == said
+
+
+async def test_a_version_that_is_not_known_yet_is_not_a_wrong_one() -> None:
+    qwen = replace(POLICY.backends["qwen"], versions=bounds(">= 0.20"))
+    machine = Machine(answers=anyio.Event())
+    machine.health = BackendStatus(state=Health.UP, served_models=("m",), version="0.21")
+    one = Process(machine, policy=replace(POLICY, backends={**POLICY.backends, "qwen": qwen}))
+    async with run(one):
+        await one.is_at(State.CHECKING, "qwen")
+        machine.health = BackendStatus(state=Health.UP)  # it has restarted: what it serves is asked again
+        for _ in range(2):
+            await one.another_look()
+        assert one.at == (State.CHECKING, "qwen")
+        machine.health = BackendStatus(state=Health.UP, served_models=("m",), version="0.19")
+        await one.until(lambda: "qwen" in one.snapshot.box.quarantine)
+        assert one.snapshot.box.quarantine["qwen"].reason == "engine version 0.19, not >= 0.20"
