@@ -20,7 +20,7 @@ from gateway.core.perf import PerfModel
 from gateway.core.policy import TemplateCosts
 from gateway.core.request import CountMode, Prompt, Turn
 from gateway.core.selection import BackendView
-from gateway.core.waiting import Ticket, WaitingLine
+from gateway.core.waiting import BLOCKED_KNOWN_S, Ticket, WaitingLine
 from gateway.pipeline import BackendWatch, Peers
 from gateway.store.facts import decode, encode
 from gateway.store.memory import MemoryLedger
@@ -44,14 +44,15 @@ class Gateway:
         self.line = WaitingLine()
         self.prefixes = MemoryPrefixIndex()
         self.looks = 0
-        self.watch = BackendWatch(lambda: POLICY, MemoryLedger(), CountTracker(), self.clock)
+        self.policy = POLICY
+        self.watch = BackendWatch(lambda: self.policy, MemoryLedger(), CountTracker(), self.clock)
         self.peers = Peers(
             fleet=self.fleet,
             estimator=self.estimator,
             line=self.line,
             watch=self.watch,
             prefixes=self.prefixes,
-            policy=lambda: POLICY,
+            policy=lambda: self.policy,
             keys=keys,
             clock=self.clock,
             on_change=self._look,
@@ -287,6 +288,28 @@ def test_without_keys_what_others_start_is_charged_to_nobody_in_particular(is_re
     assert charged(here) == {None: 900}
 
 
+def test_keys_that_are_replaced_decide_from_then_on_who_is_charged(here: Gateway) -> None:
+    here.peers.replace_keys(("b", "c"))
+    here.hear(x=Facts())
+    here.hear(x=Facts(started={(MODEL.id, CHAT.name, key): 900 for key in ("a", "b", "c", None)}))
+
+    assert charged(here) == {"b": 900, "c": 900}
+
+
+# ------------------------------------------------------------------ knees
+
+
+def test_the_lowest_share_of_a_knee_that_another_has_found_is_kept_to(here: Gateway) -> None:
+    light = replace(POLICY.pools["light"], tpot_target_s=0.3)
+    here.policy = replace(POLICY, pools={**POLICY.pools, "light": light})
+    here.hear(x=Facts(knee_shares={"light-0": 800_000}), y=Facts(knee_shares={"light-0": 700_000}))
+    assert here.watch.share_max("light-0") == 700_000
+    assert here.peers.facts().knee_shares == {}
+
+    here.hear()
+    assert here.watch.share_max("light-0") == WHOLE
+
+
 # ------------------------------------------------------------------ spill
 
 
@@ -317,8 +340,20 @@ def test_of_what_waits_elsewhere_the_longest_keeps_its_room_until_it_has_it(here
     assert (here.line.offered(), here.looks) == ({"push": claims["y"]}, 2)
     assert here.peers.facts().blocked == {}
 
+    told["x"] = Facts(blocked={"push": Blocked(4.0, claims["x"])})
+    here.hear(**told)
+    assert (here.line.offered(), here.looks) == ({"push": claims["x"]}, 3)
+
     here.hear()
-    assert (here.line.offered(), here.looks) == ({}, 3)
+    assert (here.line.offered(), here.looks) == ({}, 4)
+
+
+def test_what_waits_elsewhere_keeps_its_room_for_as_long_as_it_is_told(here: Gateway) -> None:
+    claim = Load(seqs=2, share=500_000)
+    for waited_s in range(2, 2 + 2 * round(BLOCKED_KNOWN_S)):
+        here.hear(x=Facts(blocked={"push": Blocked(float(waited_s), claim)}))
+        assert (here.line.offered(), here.looks) == ({"push": claim}, 1)
+        here.clock.time += 1
 
 
 def test_what_a_gateway_that_is_gone_has_waited_for_is_soon_free(here: Gateway) -> None:
@@ -482,3 +517,8 @@ def test_keys_of_a_process_that_hashes_differently_are_not_read(
     assert not here.peers.view()["x"]["hashes_alike"]
     fields = [record.__dict__.get("fields") or {} for record in caplog.records]
     assert [one["gateway"] for one in fields if one.get("event") == "conversations_unshared"] == ["x"]
+
+    here.hear()
+    here.hear(x=Facts(conversations=Conversations(HASHING + 1, answered)))  # it was away
+    fields = [record.__dict__.get("fields") or {} for record in caplog.records]
+    assert [one.get("event") for one in fields] == ["conversations_unshared"] * 2

@@ -15,6 +15,7 @@ from gateway.core.kv import KvFormula
 from gateway.core.load import Demand, Load
 from gateway.core.policy import Policy
 from gateway.core.tpot_control import DECIDE_S, WINDOW_S, Move
+from gateway.core.usage import Usage
 from gateway.core.waiting import Ticket
 from gateway.pipeline.watch import JUDGED_S
 from gateway.ports import Slot, StreamTransform, UpstreamResponse
@@ -103,8 +104,11 @@ async def test_a_target_that_is_missed_takes_from_the_knee(world: World) -> None
     assert world.pipeline.watch.share_max("light-0") == round(0.9 * admission.WHOLE)
     snapshot = world.pipeline.watch.snapshots()["light-0"]
     assert snapshot.tpot_target_s == 0.3
+    assert snapshot.share == pytest.approx(0.9)
     assert snapshot.control.tpot_s == pytest.approx(0.6, rel=0.05)
     assert world.pipeline.watch.share_max("push") == admission.WHOLE
+    lowered_to = world.pipeline.watch.share_max("light-0")
+    assert world.pipeline.watch.shares_max() == {"light-0": lowered_to, "light-1": lowered_to}
 
 
 @pytest.mark.parametrize(("target_s", "move"), [(0.62, Move.HELD_IN_BAND), (3.0, Move.HELD_AT_LIMIT)])
@@ -123,6 +127,7 @@ async def test_a_target_that_is_kept_takes_nothing(world: World, target_s: float
 
     assert world.pipeline.watch.share_max("light-0") == admission.WHOLE
     assert world.pipeline.watch.shares()["light-0"] == admission.WHOLE  # found here, and told
+    assert world.pipeline.watch.shares_max() == {}
     assert move in seen
 
 
@@ -209,7 +214,18 @@ async def test_the_steps_of_a_stream_are_counted_from_its_reads(world: World) ->
     assert (window.chunks, window.ended_chunks, window.ended_tokens) == (13, 13, 11)
     assert window.decoding_seq_s == pytest.approx(1.0)
     (step,) = POLICY.backends["light-0"].capacity.knee
-    assert watched.shapes[step].prompt_tokens == 101
+    assert (watched.shapes[step].prompt_tokens, watched.shapes[step].block_chunks) == (101, 0)
+
+
+async def test_an_answer_of_two_tokens_says_what_a_step_is(world: World) -> None:
+    world.answers(light_0=Script([ROLE + HELLO, HELLO, STOP, USAGE % 2, DONE]))
+    await world.run(world.request())
+    world.clock.time += WINDOW_S
+
+    watched = world.pipeline.watch._watched["light-0"]
+    window = watched.meter.close(world.clock.now())
+    assert window is not None
+    assert (window.ended_tokens, len(watched.shapes)) == (1, 1)
 
 
 async def test_an_answer_of_one_token_says_nothing_of_the_steps_between_tokens(world: World) -> None:
@@ -248,6 +264,42 @@ async def test_answers_in_one_piece_are_in_flight_and_show_nothing(world: World)
     assert (window.hidden_seq_s, window.chunks) == (3.0, 0)
 
 
+async def test_what_reveals_no_steps_counts_none_however_it_is_answered(world: World) -> None:
+    watch, slot = world.pipeline.watch, Slot("1", "light-0", Load(seqs=2))
+    attempt = watch.opened(POLICY.backends["light-0"], slot, _DEMAND, is_visible=False)
+    for _ in range(2):
+        attempt.answered()
+        attempt.chunk()
+        attempt.counter.chunks += 1
+        attempt.counted(1)
+    world.clock.time += 3.0
+    attempt.ended(Usage(100, 50))
+
+    watched = watch._watched["light-0"]
+    window = watched.meter.close(world.clock.now())
+    assert window is not None
+    assert (window.hidden_seq_s, window.chunks, window.ended_chunks, window.ended_tokens) == (6.0, 0, 0, 0)
+    assert watched.shapes == {}
+
+
+async def test_a_stream_is_answered_once(world: World) -> None:
+    watch, slot = world.pipeline.watch, Slot("1", "light-0", Load(seqs=1))
+    attempt = watch.opened(POLICY.backends["light-0"], slot, _DEMAND, is_visible=True)
+    attempt.counter.chunks += 1  # before the first token: none of its own
+    attempt.counted(1)
+    for _ in range(2):
+        attempt.answered()
+    attempt.counter.chunks += 4
+    attempt.counted(4)
+    world.clock.time += 3.0
+    attempt.ended(Usage(100, 5))
+
+    window = watch._watched["light-0"].meter.close(world.clock.now())
+    assert window is not None
+    assert (window.waiting_seq_s, window.decoding_seq_s) == (0.0, 3.0)
+    assert (window.chunks, window.ended_chunks, window.ended_tokens) == (4, 4, 4)
+
+
 async def test_an_attempt_that_fails_leaves_nothing_in_flight(world: World) -> None:
     world.answers(light_0=Script(status=500), light_1=Script([ROLE + HELLO, STOP, DONE]))
 
@@ -264,6 +316,7 @@ async def test_an_attempt_that_fails_leaves_nothing_in_flight(world: World) -> N
 class SharedLedger(MemoryLedger):
     """A ledger whose backends other gateways use as well."""
 
+    is_local = False
     elsewhere = Load()
 
     def others(self, backend_id: str) -> Load:
@@ -292,6 +345,43 @@ async def test_what_other_gateways_run_fills_a_backend_too() -> None:
     (estimate,) = world.pipeline.watch.snapshots()["light-0"].knees.values() or [None]
     assert estimate is not None
     assert estimate.doubt is Uncertainty.HIDDEN
+
+
+async def test_what_other_gateways_run_is_known_as_soon_as_a_request_joins_it() -> None:
+    ledger = SharedLedger()
+    ledger.elsewhere = Load(seqs=2, share=admission.WHOLE // 2)
+    world = World(ledger)
+    watch, slot = world.pipeline.watch, Slot("1", "light-0", Load(seqs=1))
+    watch.opened(POLICY.backends["light-0"], slot, _DEMAND, is_visible=True).answered()
+    world.clock.time += 3.0
+
+    window = watch._watched["light-0"].meter.close(world.clock.now())
+    assert window is not None
+    assert window.hidden_seq_s == 6.0
+
+
+async def test_what_was_measured_on_a_server_says_nothing_of_the_one_in_its_place(world: World) -> None:
+    await lowered(world)
+    watch = world.pipeline.watch
+    watch.forget("light-0")
+    watch.forget("push")  # which has served nothing
+
+    assert watch.share_max("light-0") == admission.WHOLE
+    assert set(watch.snapshots()) == {"light-1"}
+
+
+async def test_the_watch_looks_by_itself(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.pipeline.watch.WINDOW_S", 0.001)
+    watch, slot = world.pipeline.watch, Slot("1", "light-0", Load(seqs=1))
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch.run)
+            for _ in range(2):
+                watch.opened(POLICY.backends["light-0"], slot, _DEMAND, is_visible=True)
+                watch._watched = {"elsewhere": watch._watched["light-0"]}
+                while watch._watched:
+                    await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
 
 
 async def fit_beside(running: int) -> tuple[StepFit, Uncertainty | None]:
@@ -370,10 +460,15 @@ async def test_gateways_keep_to_the_lowest_share_that_one_of_them_found(world: W
 async def test_a_gateway_that_cannot_judge_follows_those_that_can(world: World) -> None:
     own = await lowered(world)
     watch = world.pipeline.watch
-    for _ in range(round(JUDGED_S / WINDOW_S)):
+    woken: list[bool] = []
+    watch.on_share_raised(lambda: woken.append(True))
+    windows = round(JUDGED_S / WINDOW_S)
+    for number in range(windows):
+        assert number > windows / 2 or "light-0" in watch.shares()
         world.clock.time += WINDOW_S
         watch.look()  # it is not full, so nothing is judged
     assert "light-0" not in watch.shares()
+    assert not woken
 
     watch.note_shares({"light-0": own + 50_000, "push": 1})
 
