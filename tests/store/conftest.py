@@ -65,6 +65,11 @@ class Store:
         accounts = {owner: Account.of(text) for owner, text in found.items()}
         return {owner: account for owner, account in accounts.items() if account.kept != Load()}
 
+    async def account(self, owner: str, backend: str = "b") -> Account:
+        """Return what an owner has, or had until it was closed."""
+        text = await cast("Awaitable[str]", self.redis.hget(self.key(backend, "accounts"), owner))
+        return Account.of(text)
+
     async def expire(self, owner: str, backend: str = "b") -> None:
         """Let the time of an owner's account be over."""
         key = self.key(backend, "accounts")

@@ -194,6 +194,25 @@ def test_what_is_urgent_is_urgent_until_it_has_been_sent() -> None:
     assert not site.exchange.outgoing()[1]
 
 
+def test_what_becomes_urgent_while_something_else_is_under_way_stays_so() -> None:
+    site = Site()
+    _, is_urgent = site.exchange.outgoing()
+    site.exchange.publish_now()
+    site.exchange.not_sent(is_urgent)
+
+    assert site.exchange.outgoing()[1]
+
+
+def test_facts_are_told_again_only_when_there_is_news() -> None:
+    site = Site()
+    site.exchange.incoming([told("a")], 0.0)
+    site.exchange.fade(14.9)
+    assert [list(facts) for facts in site.heard] == [["a"]]
+    site.exchange.fade(15.0)
+    site.exchange.fade(16.0)
+    assert [list(facts) for facts in site.heard] == [["a"], []]
+
+
 LIVES: dict[str, tuple[list[tuple[float, list[PeerFacts] | None]], list[str]]] = {
     "there": ([(0, [told("a"), told("b")])], ["a", "b"]),
     "renewed": ([(0, [told("a")]), (10, [told("a")]), (20, None)], ["a"]),
@@ -240,6 +259,21 @@ def test_facts_that_are_too_long_are_not_sent(caplog: pytest.LogCaptureFixture) 
 
     assert [site.exchange.outgoing() for _ in range(2)] == [("", False)] * 2
     assert len(caplog.records) == 1
+
+
+def test_facts_may_be_as_long_as_they_are_read_and_no_longer() -> None:
+    def named(chars: int) -> Facts:
+        return Facts(started={("m", "c", "k" * chars): 1})
+
+    site = Site()
+    most = BYTES_MAX - len(encode(named(0)))
+    site.facts = named(most)
+    text, _ = site.exchange.outgoing()
+    assert decode(text) == site.facts
+    with pytest.raises(ValueError, match="longer than"):
+        decode(text + " ")
+    site.facts = named(most + 1)
+    assert site.exchange.outgoing() == ("", False)
 
 
 # ------------------------------------------------------------------ over real servers

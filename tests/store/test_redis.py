@@ -483,14 +483,29 @@ async def test_what_replaces_a_dead_process_frees_its_slots_before_they_expire(
         assert here.replicas == 2
         assert await here.acquire("b", CLAIM, LIMITS) is Exclusion.AT_KNEE
         freed = Freed(here)
+        await waits(dead)
         await former(store, dead).run()
         await freed.wait()
         await take(here)
         await here.sync()
+        assert await store.redis.zrange(f"{{{store.prefix}}}:replicas", 0, -1) == [here.owner]
+        assert set(await store.accounts()) == {here.owner}
+        closed = await store.account(dead.owner)
+        assert (closed.waits, closed.keeps) == (False, False)
         assert await store.sums() == await store.added() == CLAIM
         with pytest.raises(StoreAway):  # what it had still sent is late
             await dead.release(late)
     assert await store.sums() == CLAIM
+
+
+async def test_slots_of_a_dead_process_are_not_asked_for_once_they_have_expired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.store.former.TTL_S", 0.05)
+    with own_server("valkey-9", tmp_path) as server:
+        server.kill()
+        with anyio.fail_after(WITHIN_S):
+            await FormerAccounts(server.url, prefix="gw", owner="dead", backends=("a",)).run()
 
 
 async def test_slots_of_a_dead_process_are_freed_once_the_store_answers(
