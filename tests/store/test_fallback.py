@@ -447,6 +447,40 @@ async def test_limits_are_not_shared_again_before_every_command_has_ended(
         assert [other.ledger.load(backend) for backend in "bc"] == [CLAIM, CLAIM]
 
 
+async def test_nothing_is_asked_of_a_server_that_has_not_answered(
+    stoppable: RedisServer, tmp_path: Path
+) -> None:
+    road = Road(stoppable.url, tmp_path)
+    gateway = Gateway(road.url)  # not run, or it would look whether the server is back
+    async with road.open():
+        before = await gateway.take()
+        road.is_blocked = True
+        after = await gateway.take()
+        assert (gateway.ledger.mode, len(road.blocked)) == (Mode.ALONE, 1)
+
+        await gateway.ledger.answered(before)
+        await gateway.ledger.release(before)
+        assert not gateway.ledger.release_at_once(after)
+        await gateway.take()
+        await gateway.ledger.release(after)
+        assert len(road.blocked) == 1
+        assert gateway.ledger.loads() == {"b": CLAIM}
+        await gateway.ledger.aclose()
+
+
+async def test_surplus_is_used_and_given_back_without_asking(stoppable: RedisServer) -> None:
+    limits = replace(FREE, share=40 * CLAIM.share)
+    gateway = Gateway(stoppable.url)
+    async with running(gateway):
+        with anyio.fail_after(WITHIN_S):
+            await gateway.take(limits=limits)
+            while (slot := gateway.ledger.acquire_at_once("b", CLAIM, limits)) is None:
+                await gateway.ledger.release(await gateway.take(limits=limits))
+        assert gateway.ledger.load("b").seqs == 2
+        assert gateway.ledger.release_at_once(slot)
+        assert gateway.ledger.load("b") == gateway.ledger.loads()["b"] == CLAIM
+
+
 async def test_no_redis_at_all_from_the_start(tmp_path: Any) -> None:
     gateway = Gateway(f"unix://{tmp_path}/none.sock")
     async with anyio.create_task_group() as tasks:
