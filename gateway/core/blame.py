@@ -28,6 +28,10 @@ REFUSED_S = 1.0
 has refused asks it again with as many running there. A choice: where others have room, one request in a
 second asks it first, which costs little; a full queue has room by then."""
 
+ALONE = 2
+"""Refusals of a backend that runs nothing, and answers nothing between them, after which none waits for it. A
+choice: the first may be of an engine that has yet to note that its last request has ended."""
+
 REPEATED_S = HealthRules().failure_window_s
 """How long a request is remembered: as long as a failure counts."""
 
@@ -83,15 +87,20 @@ class Refusal:
     """The last refusal of a backend.
 
     Attributes:
-        others: How many sequences of other requests ran there; of refusals in a row, the least.
+        others: How many sequences of other requests ran there; of refusals in a row, the least. More if it
+            has taken a request since while more ran.
         at: When it was, in monotonic seconds.
         until: When it may have room for more.
+        alone: How many it has refused while it ran no others, since it last answered a request.
+        taken: The most sequences of others that ran when it took a request since; -1 if it has taken none.
         is_unanswered: Whether the backend has answered no request since.
     """
 
     others: int
     at: float
     until: float
+    alone: int
+    taken: int = -1
     is_unanswered: bool = True
 
 
@@ -111,8 +120,11 @@ class Refusals:
         """Start with none."""
         self.known: dict[tuple[str, str], Refusal] = {}
 
-    def refused(self, backend: Backend, others: int, now: float, again_s: float = REFUSED_S) -> None:
+    def refused(self, backend: Backend, others: int, now: float, again_s: float = REFUSED_S) -> bool:
         """Note that `backend`, at its URL, has refused a request at `now` (monotonic seconds).
+
+        Return whether it has taken another since the refusal before, while no fewer ran: then it may have
+        refused this one for what it is.
 
         `others`: how many sequences of others ran there. Of refusals in a row, the least counts: of requests
         that come together, most are refused while the others are still there. `again_s`: when to ask it
@@ -120,15 +132,20 @@ class Refusals:
         """
         server = (backend.id, backend.url)
         before = self.known.get(server)
+        takes_others = before is not None and others <= before.taken
+        alone = int(others <= 0) + (0 if before is None else before.alone)
         if before is not None and now < before.until:
             others = min(others, before.others)
-        self.known[server] = Refusal(others, now, now + max(REFUSED_S, again_s))
+        self.known[server] = Refusal(others, now, now + max(REFUSED_S, again_s), alone)
+        return takes_others
 
-    def answered(self, backend: Backend) -> None:
-        """Note that `backend` has begun to answer a request."""
+    def answered(self, backend: Backend, others: int) -> None:
+        """Note that `backend` has begun to answer a request, which it took while so many of others ran."""
         known = self.known.get((backend.id, backend.url))
         if known is not None:
-            known.is_unanswered = False
+            known.is_unanswered, known.alone = False, 0
+            known.taken = max(known.taken, others)
+            known.others = max(known.others, others)
 
     def forget(self, now: float) -> None:
         """Forget what is long ago."""
@@ -137,6 +154,16 @@ class Refusals:
     def just_now(self, policy: Policy, now: float) -> frozenset[str]:
         """Return the ids of those that have just refused one."""
         return frozenset(name for name, known in self._there(policy) if now < known.until)
+
+    def all_just_now(self, policy: Policy, now: float) -> frozenset[str]:
+        """Return the ids of those that refuse whatever comes, as an engine that is asleep.
+
+        They have just refused one, and since they last answered one, `ALONE` of them while they ran nothing.
+        """
+        just_now = self.just_now(policy, now)
+        return frozenset(
+            name for name, known in self._there(policy) if known.alone >= ALONE and name in just_now
+        )
 
     def since_answered(self, policy: Policy) -> frozenset[str]:
         """Return the ids of those that have refused one since they last answered one."""

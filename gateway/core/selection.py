@@ -47,6 +47,7 @@ class BackendView:
         refuses: Whether it has just refused a request because of load: the others of its pool come first.
         takes: Up to how many sequences requests that it has refused may go there (`blame.Refusals.takes`).
         seqs_max: Up to how many this one may.
+        refuses_all: Whether those that it has refused are not to wait for it (`blame.Refusals.all_just_now`).
     """
 
     backend: Backend
@@ -60,6 +61,7 @@ class BackendView:
     refuses: bool = False
     takes: int = UNLIMITED
     seqs_max: int = UNLIMITED
+    refuses_all: bool = False
 
     @property
     def capacity(self) -> Capacity:

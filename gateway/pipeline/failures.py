@@ -50,19 +50,23 @@ class Failures:
         self.refusals = Refusals()
         self._next_look: asyncio.TimerHandle | None = None  # while there are refusals
 
-    def answered(self, context: RequestContext, backend: Backend) -> None:
-        """Note that `backend` has begun to answer: earlier attempts did not fail because of the request."""
+    def answered(self, context: RequestContext, backend: Backend, others: int) -> None:
+        """Note that `backend` has begun to answer: earlier attempts did not fail because of the request.
+
+        `others`: how many sequences of others ran there when it took the request; -1 if that is not known.
+        """
         if self.doubts.rows and self.doubts.answered(backend):
             self._look()  # more may start there than in doubt
         if self.refusals.known:
-            self.refusals.answered(backend)
+            self.refusals.answered(backend, others)
         if context.unreported:
             self._report(context)
 
-    def refused(self, backend: Backend, others: int, again_s: float) -> None:
+    def refused(self, backend: Backend, others: int, again_s: float) -> bool:
         """Note that `backend` has refused a request because of load. See `Refusals.refused`."""
-        self.refusals.refused(backend, others, self._clock.now(), again_s)
+        takes_others = self.refusals.refused(backend, others, self._clock.now(), again_s)
         self._look_after_refusals()
+        return takes_others
 
     def ended(self, context: RequestContext, backend: Backend, attempt: AttemptRecord) -> None:
         """Report an attempt on `backend`; one for which the request may be at fault is kept until later."""

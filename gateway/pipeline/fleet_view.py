@@ -114,6 +114,7 @@ class FleetView:
         else:
             now = self._clock.now()
             refusing, takes = refusals.just_now(self.newest, now), refusals.takes(self.newest, now)
+            refusing_all = refusals.all_just_now(self.newest, now)
             for name, backend in backends.items():
                 views[name] = BackendView(
                     backend,
@@ -126,6 +127,7 @@ class FleetView:
                     objections.get(name),
                     name in refusing,
                     takes.get(name, UNLIMITED),
+                    refuses_all=name in refusing_all,
                 )
         for name, claims in offered.items():
             if (view := views.get(name)) is not None:

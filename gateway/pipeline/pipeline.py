@@ -352,21 +352,29 @@ class Pipeline:
 
         One that refuses a request because of load while it runs others will have room: it is asked again
         then, if no other has before, for as long as the request may wait. So that is no failed try. One that
-        runs nothing may refuse whatever comes. Refused by as many as may fail, a request does not ask all
-        the others that have just refused one, too.
+        runs nothing may refuse whatever comes. And one that refuses this request again, but took others, may
+        always refuse it, or another has just been before it: so that is a try, but it may wait on. Refused by
+        as many as may fail, a request does not ask all the others that have just refused one, too.
         """
-        if not isinstance(error, UpstreamBusy) or context.attempts[-1].outcome is not Outcome.BUSY:
+        attempts, policy = context.attempts, context.policy
+        if not isinstance(error, UpstreamBusy) or attempts[-1].outcome is not Outcome.BUSY:
             return _NO_BACKENDS
-        policy = context.policy
-        others = self._ledger.load(tried.backend).seqs - tried.claim.seqs
-        self._failures.refused(policy.backends[tried.backend], others, error.retry_after_s or 0)
+        name, others = tried.backend, self._others(tried)
+        takes_others = self._failures.refused(policy.backends[name], others, error.retry_after_s or 0)
         if others <= 0:
             return _NO_BACKENDS
-        context.waits_on()
-        full = frozenset({tried.backend})
-        if context.refusals < policy.retry.attempts_max:
+        is_try = takes_others and any(one.backend == name for one in attempts[:-1])
+        if is_try and not policy.retry.allows_more(context.tries, context.crashes):
+            return _NO_BACKENDS
+        context.waits_on(is_try=is_try)
+        full = frozenset({name})
+        if len(attempts) < policy.retry.attempts_max:
             return full
         return full | self._failures.refusals.just_now(policy, self._clock.now())
+
+    def _others(self, place: Candidate) -> int:
+        """Return how many sequences run on the backend of a request besides its own."""
+        return self._ledger.load(place.backend).seqs - place.claim.seqs
 
     def _elsewhere(
         self,
@@ -522,11 +530,16 @@ class Pipeline:
         # With several prompts in a request, the first token of one does not end the prefill of the others.
         is_seen = request.stream and request.prompts == 1
 
+        # Both now and then, because others that ran at one of these times only may have been refused.
+        others = self._others(candidate) if self._failures.refusals.known else -1
+
         async def on_answer() -> None:
             watch.answered()
             # It has read the prompt: the next turn may come before the end, or instead of it.
             self._remember(request.prefixes, backend.id, ticket.demand.prompt_tokens)
-            self._failures.answered(context, backend)
+            self._failures.answered(
+                context, backend, min(others, self._others(candidate)) if others >= 0 else -1
+            )
             if is_seen:
                 if slot.load.long_unanswered:
                     self.room.line.prefilled(ticket.id, backend.id, self._clock.now())

@@ -32,7 +32,7 @@ class RequestContext:
         attempts: All finished attempts, in order.
         unreported: Failed attempts not yet reported to the fleet, because the request may be at fault.
         crashes: How many attempts crashed an engine.
-        refusals: How many attempts were refused because of load, and the request waited on.
+        refusals: How many attempts were refused because of load, and do not count: the request waited on.
         usage: Token usage as the backend reported it.
         keep_alive: Sends SSE comments while the request waits; None if it does not send any.
         is_answered: Whether the response has begun, after which no other backend can take over.
@@ -84,9 +84,12 @@ class RequestContext:
         if self._on_admitted is not None:
             self._on_admitted()
 
-    def waits_on(self) -> None:
-        """Note that the last attempt was refused because of load, and the request is still waiting."""
-        self.refusals += 1
+    def waits_on(self, *, is_try: bool) -> None:
+        """Note that the last attempt was refused because of load, and the request is still waiting.
+
+        `is_try`: whether that attempt counts against the most that it may have.
+        """
+        self.refusals += not is_try
         self.admitted_at = None
 
     async def start(self, status: int, headers: Headers) -> None:

@@ -140,7 +140,7 @@ def test_what_has_refused_a_request_is_known_for_a_while() -> None:
 def test_what_answers_a_request_no_longer_refuses_all_of_them() -> None:
     made = Refusals()
     made.refused(LIGHT_0, 4, 100.0)
-    made.answered(LIGHT_0)
+    made.answered(LIGHT_0, 0)
     assert made.just_now(POLICY, 100.0) == {"light-0"}
     assert made.since_answered(POLICY) == frozenset()
     made.refused(LIGHT_0, 4, 100.1)
@@ -181,6 +181,40 @@ def test_one_that_says_when_to_ask_it_again_is_asked_after_others_and_with_no_mo
     made.refused(LIGHT_0, 9, 129.0, again_s=0.0)
     assert made.takes(POLICY, 129.0) == {"light-0": 4}
     assert made.just_now(POLICY, 129.0 + REFUSED_S) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("taken", "others", "takes_others", "takes"),
+    [(-1, 4, False, 4), (3, 4, False, 4), (4, 4, True, 4), (6, 4, True, 4), (6, 7, False, 6)],
+)
+def test_what_has_taken_one_while_no_fewer_ran_refuses_another_for_what_it_is(
+    taken: int, others: int, takes_others: bool, takes: int
+) -> None:
+    made = Refusals()
+    assert not made.refused(LIGHT_0, 4, 100.0)
+    made.answered(LIGHT_0, taken)
+    assert made.takes(POLICY, 100.0) == {"light-0": max(4, taken)}
+    assert made.refused(LIGHT_0, others, 100.1) == takes_others
+    assert made.takes(POLICY, 100.1) == {"light-0": takes}
+    assert not made.refused(LIGHT_0, others, 100.2)
+
+
+def test_what_refuses_while_it_runs_nothing_refuses_all_until_it_answers_one() -> None:
+    made = Refusals()
+    for others, at, refuses_all in [
+        (3, 100.0, False),
+        (0, 100.1, False),
+        (3, 101.1, False),
+        (0, 101.2, True),
+    ]:
+        made.refused(LIGHT_0, others, at)
+        assert bool(made.all_just_now(POLICY, at)) == refuses_all
+    assert made.all_just_now(POLICY, 101.1 + REFUSED_S) == {"light-0"}
+    assert not made.all_just_now(POLICY, 101.3 + REFUSED_S)  # one may ask again
+    made.answered(LIGHT_0, 0)
+    assert not made.all_just_now(POLICY, 101.2)
+    made.refused(LIGHT_0, 0, 101.3)
+    assert not made.all_just_now(POLICY, 101.3)
 
 
 def test_what_the_server_at_a_former_url_has_refused_says_nothing_of_the_one_there_now() -> None:

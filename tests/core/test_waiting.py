@@ -901,9 +901,10 @@ def test_one_that_was_tried_elsewhere_is_not_waited_for_by_one_that_was_not() ->
 @pytest.mark.parametrize(
     ("passes", "running", "begun"),
     [
-        pytest.param(0, 4, [], id="it-comes-first"),
+        pytest.param(0, 4, ["fresh"], id="it-holds-nothing"),
         pytest.param(1, 4, ["fresh"], id="it-may-be-passed"),
-        pytest.param(1, 3, ["refused", "fresh"], id="one-has-ended"),
+        pytest.param(0, 3, ["refused", "fresh"], id="one-has-ended"),
+        pytest.param(0, 10, [], id="at-the-knee"),
     ],
 )
 def test_who_has_been_refused_waits_in_turn_until_fewer_run(
@@ -917,6 +918,31 @@ def test_who_has_been_refused_waits_in_turn_until_fewer_run(
 
     views = {name: replace(view, takes=4) for name, view in site.views().items()}
     assert [offer.ticket.id for offer in site.line.turn(0.2, views).offers] == begun
+
+
+@pytest.mark.parametrize("refused", [frozenset({"light"}), frozenset({"push"}), frozenset()], ids=str)
+def test_who_has_been_refused_holds_what_has_no_room_for_it_in_any_case(refused: frozenset[str]) -> None:
+    site = Site(knee=10)
+    site.loads["light"] = Load(seqs=9, share=900_000)
+    site.enter("large", 0.0, traffic_class=PATIENT, refused=refused, demand=Demand(2, 100, 200))
+    site.enter("fresh", 0.2, traffic_class=PATIENT)
+
+    views = {name: replace(view, takes=4) for name, view in site.views().items()}
+    assert not site.line.turn(0.2, views).offers
+
+
+@pytest.mark.parametrize("refuses_all", [True, False])
+def test_who_has_been_refused_does_not_wait_for_one_that_refuses_all(refuses_all: bool) -> None:
+    site = Site(knee=10)
+    site.enter("refused", 0.0, traffic_class=PATIENT, refused=frozenset({"light", "gone"}))
+    site.enter("other", 0.0, traffic_class=PATIENT, refused=frozenset({"light", "push"}))
+    site.status["push"] = BackendStatus(state=State.DOWN)
+
+    views = {name: replace(view, takes=0) for name, view in site.views().items()}
+    views["light"] = replace(views["light"], refuses_all=refuses_all)
+    turn = site.line.turn(0.0, views)
+    assert not turn.offers
+    assert [one.reason for one in turn.refused] == [Reason.NO_BACKEND] * (2 if refuses_all else 0)
 
 
 def test_of_those_that_were_refused_as_many_start_as_may() -> None:

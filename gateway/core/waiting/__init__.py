@@ -24,7 +24,8 @@ KV blocks or busy with prefill. No later request of any class starts there, so t
 starve a large one. Once a large one has waited for a second, other processes leave it its room, too
 (`note_blocked`). Its class may let it be overtaken `passes_max` times first. The gates for long prompts
 hold nothing: a document waiting for another document's prefill does not keep chats off the same backend. A
-spill does not hold the other pool's backends either, and a job holds a backend only against other jobs.
+spill does not hold the other pool's backends either, and a job holds a backend only against other jobs. Nor
+does a request hold a backend only because it was refused there: others may be taken.
 A request that could start may wait nevertheless, for the busy backend that has its conversation in its
 prefix cache, if that saves a prefill (`selection.stay`). It holds that backend as one that does not fit.
 A turn looks at a limited number of each class, but of its ordinary requests and of the others apart: of long

@@ -9,7 +9,7 @@ from math import inf
 from gateway.core import admission, selection
 from gateway.core.decision import Candidate, Exclusion
 from gateway.core.health import State
-from gateway.core.load import NO_LOAD, Load
+from gateway.core.load import NO_LOAD, UNLIMITED, Load
 from gateway.core.selection import BackendView
 from gateway.core.value import valueclass
 from gateway.core.waiting.fairness import LOOKAHEAD, Entry
@@ -93,7 +93,7 @@ class Room:
             ticket.traffic_class,
             ticket.demand,
             self._seen_by(ticket),
-            failed=ticket.failed,
+            failed=ticket.failed | self._in_vain(ticket) if ticket.refused else ticket.failed,
         )
         able = [one for one in ranked if one.excluded is None]
         closed = self._closed | self._closed_to_jobs if is_job else self._closed
@@ -117,7 +117,7 @@ class Room:
         if not is_job and (is_full or is_held):
             self.full_classes.setdefault(name, []).append(ticket)
         stuck.append(_Stuck(ticket, busy, is_full, is_foreseen))
-        self._wait_for(entry, [one for one in ranked if _is_waited_for(one)])
+        self._wait_for(entry, [one for one in ranked if self._may_hold(ticket, one)])
         return ()
 
     def _wait_for(self, entry: Entry, busy: Sequence[Candidate]) -> None:
@@ -209,6 +209,24 @@ class Room:
         shares = ticket.prefix_shares
         views = selection.with_shares(self._views, shares) if shares else self._views
         return selection.with_refusals(views, ticket.refused) if ticket.refused else views
+
+    def _in_vain(self, ticket: Ticket) -> frozenset[str]:
+        """Return the backends that have refused a request, and refuse all others, too."""
+        views = [self._views[name] for name in ticket.refused if name in self._views]
+        return frozenset(view.backend.id for view in views if view.refuses_all)
+
+    def _may_hold(self, ticket: Ticket, one: Candidate) -> bool:
+        """Return whether a request may hold a backend on which it cannot start.
+
+        Not one that waits there only because it was refused: it may be one of those that this backend refuses
+        though it takes others, which need not wait for it.
+        """
+        if not _is_waited_for(one):
+            return False
+        most = replace(one.limits, seqs=UNLIMITED)
+        return one.backend not in ticket.refused or not self._views[one.backend].load.has_room(
+            one.claim, most
+        )
 
     def _lasts(self, candidate: Candidate, lasting: frozenset[Exclusion]) -> bool:
         """Return whether a backend cannot take the request before one of these exclusions ends, if at all."""
