@@ -176,8 +176,8 @@ def test_nothing_is_said_before_somebody_has_something_to_say() -> None:
     exchange = Exchange(15.0, lambda: None)
 
     assert exchange.outgoing() == ("", False)
-    exchange.incoming([told("a")], 0.0)
-    assert exchange.ages(1.0) == {"a": 1.0}
+    exchange.incoming([told("a")], 3.0)
+    assert exchange.ages(4.0) == {"a": 1.0}
 
 
 def test_what_is_urgent_is_urgent_until_it_has_been_sent() -> None:
