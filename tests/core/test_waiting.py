@@ -1740,6 +1740,17 @@ def test_the_line_is_bounded(
     assert [verdict and verdict.reason for verdict in verdicts] == reasons
 
 
+def test_who_comes_back_from_a_refusal_finds_its_place_though_others_have_filled_the_line() -> None:
+    site = Site()
+    few = bounded(waiting_max=2)
+    for name in "ab":
+        site.enter(name, traffic_class=few)
+
+    assert site.enter("refused", traffic_class=few, refused=frozenset({"light"})) is None
+    late = site.enter("late", traffic_class=few)
+    assert late is not None and late.reason is Reason.QUEUE_FULL
+
+
 @pytest.mark.parametrize("rules", [{"waiting_max": 2}, {"waiting_bytes_max": 10}], ids=["number", "bytes"])
 def test_one_key_cannot_keep_the_others_out(rules: dict[str, object]) -> None:
     site = Site()

@@ -238,7 +238,7 @@ class WaitingLine:
         has_room = self._has_room(lane, entry)
         entry.is_full = not has_room
         ahead, wait_s = self._forecast(entry, now)
-        if lane.is_full_for(ticket):
+        if not ticket.refused and lane.is_full_for(ticket):  # it was there before those that fill it
             return _refused(entry, Reason.QUEUE_FULL, ahead, wait_s, now)
         # The forecast does not apply to a request that may be able to start at once, unless all backends that
         # could serve it are swapped out. The next turn will tell.
