@@ -314,6 +314,7 @@ class Gateway:
             journal=self.journal,
             store=self._store,
             peers=self.peers,
+            refusals=self.pipeline.view.refusals,
             clock=self.clock,
         ).by_name()
         live = Live(

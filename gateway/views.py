@@ -8,6 +8,7 @@ import anyio
 
 from gateway import __version__
 from gateway.core import admission
+from gateway.core.blame import Refusal
 from gateway.core.count_check import CountDrift, CountTracker
 from gateway.core.health import BackendStatus
 from gateway.core.load import NO_LOAD
@@ -38,9 +39,10 @@ class Views:
         journal: Journal,
         store: "FallbackLedger | None",
         peers: Peers,
+        refusals: Callable[[], Mapping[str, Refusal]],
         clock: Clock,
     ) -> None:
-        """Show these parts; `store` is what gateways share, or None."""
+        """Show these parts; `store` is what gateways share, or None. `refusals`: see `FleetView.refusals`."""
         self._policy = policy
         self._ledger = ledger
         self._fleet = fleet
@@ -50,6 +52,7 @@ class Views:
         self._journal = journal
         self._store = store
         self._peers = peers
+        self._refusals = refusals
         self._clock = clock
 
     def by_name(self) -> Mapping[str, Callable[[], Any]]:
@@ -92,6 +95,7 @@ class Views:
         """Return all backends."""
         policy, now, snapshots = self._policy(), self._clock.now(), self._watch.snapshots()
         loads, statuses, objections = self._ledger.loads(), self._fleet.statuses(), self._boxes.objections()
+        refusals = self._refusals()
         return {
             name: {
                 "url": backend.url,
@@ -107,6 +111,7 @@ class Views:
                 "kv_blocks_planned": admission.blocks_planned(backend.capacity),
                 "context_tokens": BackendView(backend, load, status).capacity.context_tokens,
                 "count_drift": _count_view(self._counts.drift(name)),
+                "refused_for_load": _refusal_view(refusals.get(name), now),
                 **_sight_view(snapshots.get(name)),
                 **_status_view(status, now),
             }
@@ -123,6 +128,13 @@ def _count_view(drift: CountDrift) -> Mapping[str, Any]:
         "kv_blocks_taken": drift.kv_blocks,
         "cause": drift.cause.sentence(),
     }
+
+
+def _refusal_view(refusal: Refusal | None, now: float) -> Mapping[str, Any] | None:
+    """Return the last refusal of a backend because of load; None if there was none of late."""
+    if refusal is None:
+        return None
+    return {"ago_s": round(now - refusal.at, 1), "in_flight": refusal.others}
 
 
 def _box_view(snapshot: BoxSnapshot, now: float) -> Mapping[str, Any]:

@@ -178,6 +178,10 @@ class Refusals:
         """
         return {name: known.others + _more(now - known.until) for name, known in self._there(policy)}
 
+    def last(self, policy: Policy) -> Mapping[str, Refusal]:
+        """Return, by id, the last refusals of those at their URLs now."""
+        return dict(self._there(policy))
+
     def _there(self, policy: Policy) -> Iterator[tuple[str, Refusal]]:
         for (name, url), known in self.known.items():
             backend = policy.backends.get(name)

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from gateway.core.admission import WHOLE
 from gateway.core.backends import Backend
+from gateway.core.blame import Refusal
 from gateway.core.box_demand import servers
 from gateway.core.count_check import CountTracker
 from gateway.core.decision import Exclusion, Objection
@@ -137,6 +138,10 @@ class FleetView:
     def held(self, policy: Policy, prefixes: Prefixes) -> Mapping[str, float]:
         """Return, per backend, the share of a conversation that it has already processed."""
         return self._prefixes.held(prefixes) if policy.weights.prefix_affinity else _NO_SHARES
+
+    def refusals(self) -> Mapping[str, Refusal]:
+        """Return, by id, the last refusal because of load of each backend that has refused of late."""
+        return self._failures.refusals.last(self.newest)
 
     def status(self, backend_id: str) -> BackendStatus:
         """Return what is known of the health of a backend."""

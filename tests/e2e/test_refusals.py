@@ -9,6 +9,7 @@ import anyio
 import openai
 import pytest
 from anyio.abc import SocketStream
+from support import clients
 from support.raw_server import answer_of, raw_server
 from support.site import simulated, site
 
@@ -127,9 +128,16 @@ async def test_who_comes_together_to_an_engine_that_refuses_all_is_told_so_befor
                 await gateway.openai().chat.completions.create(model="gemma-4", messages=messages)
             outcomes[str(raised.value.code)] += 1
 
+        async def shown() -> Any:
+            async with clients.http(base_url=gateway.admin_url) as operator:
+                return (await operator.get("/admin/backends")).json()["light-0"]["refused_for_load"]
+
+        assert await shown() is None
         with anyio.fail_after(10):  # one in a second would take 30
             async with anyio.create_task_group() as tasks:
                 for number in range(30):
                     tasks.start_soon(ask, number)
+        refused = await shown()
 
     assert outcomes == {"upstream_busy": 30}
+    assert refused["in_flight"] == 0 and 0 <= refused["ago_s"] < 60
