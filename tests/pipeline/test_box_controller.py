@@ -520,15 +520,19 @@ async def test_a_gateway_that_takes_a_box_over_in_a_swap_counts_it() -> None:
         assert [(swap.backend, swap.cause) for _, swap in one.swaps] == [("gemma", SwapCause.AGE)]
 
 
+async def a_start_hangs_beyond_its_budget(one: Process) -> None:
+    await one.is_due_to_swap()
+    await one.is_at(State.BOOTING, "gemma")
+    await one.another_look()
+    one.machine.now += RULES.boot_budget_s
+    await one.is_at(State.STOPPING, "gemma")
+
+
 async def test_what_waits_behind_a_command_is_not_done_for_a_box_that_is_another_gateways_by_then() -> None:
     machine = Machine(starts=anyio.Event())
     one = Process(machine)
     async with at_work(one):
-        await one.is_due_to_swap()
-        await one.is_at(State.BOOTING, "gemma")
-        await one.another_look()
-        machine.now += RULES.boot_budget_s
-        await one.is_at(State.STOPPING, "gemma")
+        await a_start_hangs_beyond_its_budget(one)
         await one.another_look()
         await board_of(machine, "one").leave("spark")
         await say(machine, one.snapshot.box)
@@ -579,11 +583,7 @@ async def test_a_start_that_hangs_beyond_the_budget_is_not_overtaken_by_what_com
     machine = Machine(starts=anyio.Event())
     one = Process(machine)
     async with at_work(one):
-        await one.is_due_to_swap()
-        await one.is_at(State.BOOTING, "gemma")
-        await one.another_look()
-        machine.now += RULES.boot_budget_s
-        await one.is_at(State.STOPPING, "gemma")
+        await a_start_hangs_beyond_its_budget(one)
         assert "gemma" in one.snapshot.box.quarantine
         await one.another_look()
         await one.another_look()
