@@ -221,12 +221,10 @@ class Room:
         Not one that waits there only because it was refused: it may be one of those that this backend refuses
         though it takes others, which need not wait for it.
         """
-        if not _is_waited_for(one):
-            return False
-        most = replace(one.limits, seqs=UNLIMITED)
-        return one.backend not in ticket.refused or not self._views[one.backend].load.has_room(
-            one.claim, most
-        )
+        if one.backend not in ticket.refused or not _is_waited_for(one):
+            return _is_waited_for(one)
+        load, most = self._views[one.backend].load, replace(one.limits, seqs=UNLIMITED)
+        return not load.has_room(one.claim, most)
 
     def _lasts(self, candidate: Candidate, lasting: frozenset[Exclusion]) -> bool:
         """Return whether a backend cannot take the request before one of these exclusions ends, if at all."""
