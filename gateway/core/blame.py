@@ -160,10 +160,8 @@ class Refusals:
 
         They have just refused one, and since they last answered one, `ALONE` of them while they ran nothing.
         """
-        just_now = self.just_now(policy, now)
-        return frozenset(
-            name for name, known in self._there(policy) if known.alone >= ALONE and name in just_now
-        )
+        there = self._there(policy)
+        return frozenset(name for name, known in there if known.alone >= ALONE and now < known.until)
 
     def since_answered(self, policy: Policy) -> frozenset[str]:
         """Return the ids of those that have refused one since they last answered one."""

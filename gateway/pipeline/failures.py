@@ -41,7 +41,7 @@ class Failures:
     """
 
     def __init__(self, fleet: Fleet, clock: Clock, look: Callable[[], None]) -> None:
-        """Report to `fleet`; call `look` whenever more requests may start on a backend that was in doubt."""
+        """Report to `fleet`; call `look` when more may start on a backend that was in doubt, or refused."""
         self._fleet = fleet
         self._clock = clock
         self._look = look
