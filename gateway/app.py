@@ -412,7 +412,7 @@ class Gateway:
         self.pipeline.room.look()
         if lost(new) and not lost(old):
             self.pipeline.abort_attempts(backend_id, GONE_S if new.is_gone else inf)
-        if has_ended(new) or new.restarts > old.restarts:
+        if has_ended(new) or new.restarts > old.restarts or new.is_asleep:
             self.pipeline.forget_prefixes(backend_id)
         if new.verdicts > old.verdicts and self._store is not None:
             self._store.exchange.publish_now()

@@ -192,7 +192,8 @@ def _health(view: BackendView) -> Objection | None:
         return None
     if usable(status):
         return Exclusion.AT_KNEE, f"{status.state.value}: a few requests at a time until they succeed"
-    return Exclusion.UNHEALTHY, f"{status.state.value}: {status.reason}"
+    what = "asleep" if status.is_asleep else status.state.value
+    return Exclusion.UNHEALTHY, f"{what}: {status.reason}"
 
 
 def _unavailable(case: Case) -> Objection | None:
@@ -335,6 +336,7 @@ def is_clear(case: Case) -> bool:
     backend, status, load = view.backend, view.status, view.load
     return (
         status.state is State.UP
+        and not status.is_asleep
         and (
             backend.model in status.served_models
             or (backend.model is None and len(status.served_models) == 1)

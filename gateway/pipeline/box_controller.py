@@ -534,7 +534,8 @@ class BoxController:
 
 
 def _is_ready(status: health.BackendStatus) -> bool:
-    return bool(status.served_models) and status.down_since is None and status.state not in _LOST
+    is_there = status.down_since is None and status.state not in _LOST and not status.is_asleep
+    return is_there and bool(status.served_models)
 
 
 def _both(wants: Mapping[str, Backlog], more: Mapping[str, Backlog]) -> Mapping[str, Backlog]:

@@ -411,6 +411,13 @@ def backend_changed(backend_id: str, old: BackendStatus, new: BackendStatus) -> 
             new.model_error or "serves the right model now",
             extra=about("backend_model", backend=backend_id, reason=new.model_error or None),
         )
+    if new.is_asleep is not old.is_asleep:
+        fleet_log.info(
+            "%s: %s",
+            backend_id,
+            new.reason if new.is_asleep else "sleeps no longer",
+            extra=about("backend_sleep", backend=backend_id, reason=new.reason if new.is_asleep else None),
+        )
     if new.shared_at is not None and old.shared_at is None:
         fleet_log.warning(
             "%s: %s",

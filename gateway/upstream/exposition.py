@@ -53,6 +53,12 @@ _NO_PREFIX_CACHE = b'enable_prefix_caching="False"'
 _FEW_WINDOWS = b'prefix_cache_retention_interval="0"'
 """Labels of `vllm:cache_config_info` (vLLM 0.32: with `--no-enable-prefix-caching`; and by default)."""
 
+_ASLEEP = re.compile(
+    rb'\nvllm:engine_sleep_state\{.*\bsleep_state="(?:weights_offloaded|discard_all)".*\}[ \t]+1'
+)
+"""The line of an engine without weights on its card (sleep levels 1 and 2). `awake` is not asked: after level
+0, a pause, it stays 0 even if `/resume` has ended that (vLLM 0.33)."""
+
 _LIMIT = 1e18
 """Larger values are invalid. A choice: they could overflow sums and conversions, and none is real."""
 
@@ -103,6 +109,7 @@ def sample(page: bytes, at: float) -> EngineSample:
         started_at=max(_all(page, STARTED_AT), default=None),
         caches_prefixes=page.find(_NO_PREFIX_CACHE) < 0,
         resumes_anywhere=page.find(_FEW_WINDOWS) < 0,
+        is_asleep=_ASLEEP.search(page) is not None,
     )
 
 

@@ -57,6 +57,7 @@ def sample(
     start: float | None = 1e9,
     steps: float = 0.0,
     awaited: float | None = None,
+    asleep: bool = False,
 ) -> Sample:
     """A scrape; `advance` is told the time apart from it, so `at` is filled in by `play`."""
     return Sample(
@@ -69,6 +70,7 @@ def sample(
             prompt_tokens=100.0,
             steps=steps,
             started_at=start,
+            is_asleep=asleep,
         ),
         awaited_since=awaited,
     )
@@ -724,6 +726,34 @@ def test_what_each_state_allows(state: State, expected: tuple[bool, bool, bool, 
         preference(status),
     )
     assert told == expected
+
+
+def test_one_that_says_that_it_sleeps_takes_no_requests_until_it_is_awake() -> None:
+    before, asleep, still, awake = play(
+        *((0, OK), (1, sample(5, asleep=True, awaited=0.0)), (99, sample(5, asleep=True, awaited=0.0))),
+        (100, sample(5, running=2, awaited=0.0)),
+    )
+
+    assert [usable(one) for one in (before, asleep, still, awake)] == [True, False, False, True]
+    assert [accepts(one, 0) for one in (before, asleep, still, awake)] == [True, False, False, True]
+    assert [lost(one) for one in (before, asleep, still, awake)] == [False, True, True, False]
+    assert {one.state for one in (before, asleep, still, awake)} == {State.UP}  # it is no fault, and no hang
+    assert (asleep.reason, awake.reason) == ("its engine sleeps: POST /wake_up wakes it", "is awake again")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [SampleFailed("HTTP 404"), REFUSED, sample(0, start=2e9)],
+    ids=["no-metrics", "gone", "restarted"],
+)
+def test_one_that_does_not_say_any_longer_that_it_sleeps_is_not_taken_to_sleep(event: Event) -> None:
+    asleep, after = play((0, OK), (1, sample(5, asleep=True)), (2, event))[1:]
+    assert (asleep.is_asleep, after.is_asleep) == (True, False)
+
+
+def test_of_engines_that_answer_by_turns_none_is_said_to_sleep() -> None:
+    turns = [(at, sample(5, start=1e9 + at % 2, asleep=at % 2 == 0)) for at in range(1, 6)]
+    assert [one.is_asleep for one in play((0, OK), *turns)[-3:]] == [False] * 3
 
 
 @pytest.mark.parametrize(

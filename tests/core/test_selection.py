@@ -330,6 +330,13 @@ KV = Capacity(
             id="ejected",
         ),
         pytest.param(
+            view(backend("light-0"), status=replace(UP, is_asleep=True, reason="its engine sleeps")),
+            SHORT,
+            Exclusion.UNHEALTHY,
+            "asleep: its engine sleeps",
+            id="asleep",
+        ),
+        pytest.param(
             view(backend("light-0"), seqs=2, status=replace(UP, state=State.PROBATION)),
             SHORT,
             Exclusion.AT_KNEE,
@@ -420,6 +427,7 @@ def test_a_server_of_several_models_takes_requests_for_the_one_that_is_configure
         pytest.param({}, BackendStatus(), Exclusion.UNHEALTHY, id="not-probed"),
         pytest.param({"drain": True}, UP, Exclusion.DRAINING, id="drained"),
         pytest.param({}, BackendStatus(state=State.DOWN), Exclusion.UNHEALTHY, id="down"),
+        pytest.param({}, replace(UP, is_asleep=True), Exclusion.UNHEALTHY, id="asleep"),
         pytest.param({"model": "qwen"}, UP, Exclusion.WRONG_MODEL, id="another-model"),
         pytest.param({"versions": bounds(">=0.32")}, UP, Exclusion.WRONG_VERSION, id="no-version"),
     ],

@@ -48,3 +48,28 @@ async def test_the_next_turn_waits_for_the_backend_that_has_read_the_rest(tmp_pa
     assert (served, elsewhere) == (["push-0"], "push-1")
     assert gateway.backends["push-0"].host.engine.found_tokens > 20_000
     assert gateway.backends["push-1"].host.engine.queried_tokens < 100
+
+
+async def test_a_conversation_does_not_return_to_a_backend_that_has_slept(tmp_path: Path) -> None:
+    fleet = simulated(dict.fromkeys(REPLICAS, "h100-tp2-push"), speed=20.0)
+    options: Any = {
+        "backend": {"limits": {"knee_seqs": 1}},
+        "pools": {"push": list(REPLICAS)},
+        "models": {"gemma-4": {"classes": [CLASS]}},
+        "health": {"interval_s": 0.1},
+    }
+    async with site(tmp_path, fleet=fleet, **options) as gateway:
+        busy, stream = await chat(gateway, "Go on for ever.", **LASTING)
+        first, answer = await chat(gateway, DOCUMENT)
+        assert (busy, first) == ("push-0", "push-1")
+        await stream.close()
+        await gateway.eventually(gateway.idle)
+
+        sleeper, statuses = gateway.backends[first], gateway.gateway.fleet.statuses
+        sleeper.doze(level=1)
+        await gateway.eventually(lambda: statuses()[first].is_asleep)
+        await sleeper.wake_up()
+        await gateway.eventually(lambda: not statuses()[first].is_asleep)
+        next_one, _ = await chat(gateway, DOCUMENT, answer.choices[0].message.content, "And then?")
+
+    assert next_one == "push-0"

@@ -531,13 +531,13 @@ def hang(server: Simulator) -> None:
     server.order(FaultOrder(Fault.HANG))
 
 
-def doze(server: Simulator) -> None:
-    server.doze(level=1)
+def pause(server: Simulator) -> None:
+    server.doze(level=0)
 
 
-@pytest.mark.parametrize("halt", [hang, doze])
+@pytest.mark.parametrize("halt", [hang, pause])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_a_backend_that_hangs_or_sleeps_is_noticed_and_left(
+async def test_a_backend_that_hangs_or_is_paused_is_noticed_and_left(
     tmp_path: Path, halt: Callable[[Simulator], None], *, stream: bool
 ) -> None:
     """It has nothing to do when it halts, and so its metrics show nothing of what it is asked then."""
@@ -560,6 +560,35 @@ async def test_a_backend_that_hangs_or_sleeps_is_noticed_and_left(
         status = running.gateway.fleet.statuses()["light-0"]
         assert status.state is State.HUNG
         assert "requests of which it knows nothing" in status.reason
+
+
+async def test_a_backend_that_somebody_puts_to_sleep_is_left_until_it_is_awake(tmp_path: Path) -> None:
+    async with site(
+        tmp_path,
+        fleet=simulated({"light-0": "h100-tp1-light", "light-1": "h100-tp1-light"}),
+        pools={"light": ["light-0"], "other": ["light-1"]},
+        models={"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light", "other"]}]}},
+        health={"interval_s": 0.1, "hang_s": 600},
+    ) as running:
+        statuses, sleeper = running.gateway.fleet.statuses, running.backends["light-0"]
+        completions = running.openai().chat.completions.with_raw_response
+        backends = []
+
+        async def ask() -> None:
+            raw = await completions.create(model="gemma-4", messages=HELLO, max_tokens=5)
+            backends.append(raw.headers["x-gateway-backend"])
+
+        with anyio.fail_after(60):
+            await ask()
+            sleeper.doze(level=1)
+            await ask()  # it waits there until the next sample
+            await running.eventually(lambda: statuses()["light-0"].is_asleep)
+            await ask()
+            await sleeper.wake_up()
+            await running.eventually(lambda: not statuses()["light-0"].is_asleep)
+            await ask()
+
+        assert backends == ["light-0", "light-1", "light-1", "light-0"]
 
 
 async def test_a_vllm_that_stops_silently_is_left_and_comes_back(

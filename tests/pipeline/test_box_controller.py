@@ -550,8 +550,9 @@ async def test_what_waits_behind_a_command_is_not_done_for_a_box_that_is_another
         BackendStatus(state=Health.UP),
         BackendStatus(state=Health.UP, served_models=("m",), down_since=1.0),
         BackendStatus(state=Health.DOWN, served_models=("m",)),
+        BackendStatus(state=Health.UP, served_models=("m",), is_asleep=True),
     ],
-    ids=["unknown-models", "fails", "down"],
+    ids=["unknown-models", "fails", "down", "asleep"],
 )
 async def test_a_model_whose_health_is_in_doubt_has_not_been_seen(health: BackendStatus) -> None:
     machine = Machine(health=health)

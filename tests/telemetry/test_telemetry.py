@@ -777,6 +777,23 @@ def test_several_engines_at_one_url_are_one_line() -> None:
 
 
 @pytest.mark.usefixtures("_logging_as_it_was")
+def test_that_an_engine_sleeps_is_one_line_and_so_is_its_end() -> None:
+    out = io.StringIO()
+    logs.set_up("info", out)
+    awake = BackendStatus(State.UP)
+    asleep = replace(awake, is_asleep=True, reason="its engine sleeps")
+
+    for old, new in ((awake, asleep), (asleep, asleep), (asleep, awake), (awake, awake)):
+        logs.backend_changed("push", old, new)
+
+    said = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [(one["event"], one["level"], one["message"], one.get("reason")) for one in said] == [
+        ("backend_sleep", "info", "push: its engine sleeps", "its engine sleeps"),
+        ("backend_sleep", "info", "push: sleeps no longer", None),
+    ]
+
+
+@pytest.mark.usefixtures("_logging_as_it_was")
 def test_the_end_of_a_job_is_one_line_and_that_of_an_attempt_none() -> None:
     out = io.StringIO()
     logs.set_up("info", out)

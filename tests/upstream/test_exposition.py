@@ -1,5 +1,7 @@
 """Reading an engine's metrics page."""
 
+from collections.abc import Mapping
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,6 +99,26 @@ def test_a_page_of_vllm_tells_whether_it_keeps_few_windows(interval: str) -> Non
     page = f'vllm:num_requests_running{{engine="0"}} 1.0\nvllm:cache_config_info{{{labels}}} 1.0\n'
 
     assert sample(page.encode(), 0.0).resumes_anywhere is (interval != "0")
+
+
+@pytest.mark.parametrize(
+    ("states", "is_asleep"),
+    [
+        ({"awake": 1, "weights_offloaded": 0, "discard_all": 0}, False),
+        ({"awake": 0, "weights_offloaded": 1, "discard_all": 0}, True),
+        ({"awake": 0, "weights_offloaded": 0, "discard_all": 1}, True),
+        ({"awake": 0, "weights_offloaded": 0, "discard_all": 0}, False),
+    ],
+    ids=["awake", "level-1", "level-2", "level-0-even-if-resumed"],
+)
+def test_a_page_of_vllm_tells_whether_it_sleeps(states: Mapping[str, int], is_asleep: bool) -> None:
+    page = VLLM + b"".join(
+        b'vllm:engine_sleep_state{engine="0",model_name="gemma-4-31b-it",sleep_state="%s"} %d.0\n'
+        % (state.encode(), value)
+        for state, value in states.items()
+    )
+
+    assert sample(page, 0.0).is_asleep is is_asleep
 
 
 def test_several_engines_behind_one_port_are_combined() -> None:

@@ -44,6 +44,9 @@ long as a connection is kept (`upstream.backend_clients.AGE_S`), so that each of
 SHARED = "several engines answer at its URL by turns: each needs a backend of its own"
 """What operators are told of that."""
 
+ASLEEP = "its engine sleeps: POST /wake_up wakes it"
+"""What operators are told of one that takes requests and answers none."""
+
 _TELLING = frozenset({Outcome.FAILED, Outcome.TIMEOUT})
 """Faults reported to other gateways. Unreachable backends are left out because every gateway's probes detect
 them, and refused keys or model names because this gateway's own configuration may be at fault."""
@@ -70,7 +73,7 @@ def advance(status: BackendStatus, event: Event, now: float, rules: HealthRules)
         case Sample(engine, awaited_since):
             return _sample(status, engine, awaited_since, now, rules)
         case SampleFailed(detail):
-            return replace(status, metrics_error=detail)
+            return replace(_with_sleep(status, is_asleep=False), metrics_error=detail)
         case Attempt(Outcome.OK):
             return _attempt_ok(status, event, now, rules)
         case Attempt():
@@ -223,7 +226,7 @@ def _probe_failed(status: BackendStatus, event: ProbeFailed, now: float, rules: 
             why += "; what it had not answered is lost"
         if event.kind is not ProbeFault.TLS:
             why += f"; it has {rules.boot_budget_s:.0f} s to boot"
-        clean = replace(status, recent_failures=(), own_failures=())
+        clean = replace(status, recent_failures=(), own_failures=(), is_asleep=False)
         return replace(_enter(clean, State.BOOTING, now, why), is_gone=is_gone)
     if usable(status):
         return _ejected(status, f"{failures} probes failed in a row: {detail}", now, rules)
@@ -258,10 +261,14 @@ def _sample(
         is_other, status = True, _replaced(status, old.started_at, new.started_at, now)
     if status.shared_at is not None:
         if now - status.shared_at < SHARED_S:  # figures of different engines: nothing follows from a change
+            status = _with_sleep(status, is_asleep=False)
             return _after_progress(replace(status, metrics_error=SHARED), None, new, now, rules)
         status = replace(status, shared_at=None)
+    status = _with_sleep(status, is_asleep=new.is_asleep)
     if is_other:
         return _after_restart(status, now)
+    if status.is_asleep:
+        return replace(status, progress_at=now)
     moved = old is None or _counted(old) != _counted(new) or new.kv_usage > old.kv_usage
     is_idle = new.running + new.waiting == 0
     if moved or status.progress_at is None or (is_idle and awaited_since is None):
@@ -276,6 +283,12 @@ def _sample(
         status = _with_penalty(status, status.progress_at, now, rules)
         return _enter(replace(status, last_error=f"hung: {why}"), State.HUNG, now, why)
     return status
+
+
+def _with_sleep(status: BackendStatus, *, is_asleep: bool) -> BackendStatus:
+    if is_asleep is status.is_asleep:
+        return status
+    return replace(status, is_asleep=is_asleep, reason=ASLEEP if is_asleep else "is awake again")
 
 
 def _restarted(old: EngineSample, new: EngineSample) -> bool:

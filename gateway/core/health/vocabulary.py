@@ -76,6 +76,7 @@ class EngineSample:
         caches_prefixes: False if it says that it keeps no prefix cache.
         resumes_anywhere: False if it says that of sliding-window layers it keeps only what is needed to go on
             where a prompt ended, or where two have parted.
+        is_asleep: Whether it says that its weights are not where it computes (vLLM's sleep mode).
     """
 
     at: float
@@ -89,6 +90,7 @@ class EngineSample:
     started_at: float | None = None
     caches_prefixes: bool = True
     resumes_anywhere: bool = True
+    is_asleep: bool = False
 
 
 @valueclass(frozen=True, slots=True)
@@ -133,6 +135,8 @@ class BackendStatus:
         tried_since: When its last probation began, or it got its URL, in monotonic seconds. What was lost
             before does not count.
         is_gone: Whether its process stopped and is only waiting for its callers to leave; see `GONE_S`.
+        is_asleep: Whether its engine said last that it sleeps: it takes requests, and answers none before
+            somebody wakes it. That is no fault, and so no state.
     """
 
     state: State = State.UNKNOWN
@@ -166,6 +170,7 @@ class BackendStatus:
     heard: tuple[tuple[str, int], ...] = ()
     tried_since: float = -inf
     is_gone: bool = False
+    is_asleep: bool = False
 
     @property
     def reported(self) -> EngineSample | None:
@@ -363,8 +368,8 @@ _LOST = frozenset({State.HUNG, State.DOWN})
 
 
 def lost(status: BackendStatus) -> bool:
-    """Return whether requests that it has not answered yet will never be answered."""
-    return status.is_gone or status.state in _LOST
+    """Return whether requests that it has not answered yet will not be answered, as far as can be told."""
+    return status.is_gone or status.is_asleep or status.state in _LOST
 
 
 _ENDED = frozenset({State.BOOTING, State.DOWN, State.OUT})
@@ -380,14 +385,12 @@ _USABLE = frozenset({State.UP, State.PROBATION, State.UNKNOWN})
 
 def usable(status: BackendStatus) -> bool:
     """Return whether requests may be sent to it at all. See `preference` for UNKNOWN."""
-    return status.state in _USABLE
+    return status.state in _USABLE and not status.is_asleep
 
 
 def accepts(status: BackendStatus, in_flight: int) -> bool:
     """Return whether it may get another request while the gateway has `in_flight` sequences on it."""
-    if status.state is State.PROBATION:
-        return in_flight < PROBATION_SEQS
-    return usable(status)
+    return usable(status) and (status.state is not State.PROBATION or in_flight < PROBATION_SEQS)
 
 
 def retry_after_s(status: BackendStatus, now: float) -> float:
