@@ -318,7 +318,12 @@ class Gateway:
             clock=self.clock,
         ).by_name()
         live = Live(
-            views=views, policy=lambda: self.policy, line=line, journal=self.journal, clock=self.clock
+            views=views,
+            policy=lambda: self.policy,
+            line=line,
+            journal=self.journal,
+            is_leaving=lambda: not self._readiness_for_operators()["not_draining"],
+            clock=self.clock,
         )
         console = Console(live)
         what_if = WhatIf(

@@ -25,13 +25,15 @@ class Live:
         policy: Callable[[], Policy],
         line: WaitingLine,
         journal: Journal,
+        is_leaving: Callable[[], bool],
         clock: Clock,
     ) -> None:
-        """Show these parts; `views` are those of `gateway.views`."""
+        """Show these parts; `views` are those of `gateway.views`. `is_leaving`: is it about to stop?"""
         self._views = views
         self._policy = policy
         self._line = line
         self._journal = journal
+        self._is_leaving = is_leaving
         self._clock = clock
 
     def snapshot(self) -> Mapping[str, Any]:
@@ -44,6 +46,7 @@ class Live:
             "owner": replicas["owner"],
             "replicas": replicas["replicas"],
             "store": replicas["mode"],
+            "is_leaving": self._is_leaving(),
             "backends": self._views["backends"](),
             "boxes": self._views["boxes"](),
             "waiting": self._waiting(policy),

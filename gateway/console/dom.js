@@ -85,12 +85,21 @@ export function timeOfDay(epoch) {
   return `${two(when.getHours())}:${two(when.getMinutes())}:${two(when.getSeconds())}`;
 }
 
-/** Asks the admin port. Throws an Error whose message is what it answers. */
+const PATIENCE_MS = { look: 10_000, act: 60_000 };
+
+/** Asks the admin port. Throws an Error whose message is what it answers, or that it does not. */
 export async function ask(path, options = {}) {
-  const answer = await fetch(path, { cache: "no-store", ...options });
-  const text = await answer.text();
+  const signal = AbortSignal.timeout(options.method ? PATIENCE_MS.act : PATIENCE_MS.look);
+  let answer, text;
+  try {
+    answer = await fetch(path, { cache: "no-store", redirect: "manual", signal, ...options });
+    text = await answer.text();
+  } catch {
+    throw new Error("The gateway does not answer."); // each browser has other words for it
+  }
   if (answer.ok) return answer.headers.get("content-type")?.includes("json") ? JSON.parse(text) : text;
-  let message = `${answer.status} ${answer.statusText}`;
+  // The gateway redirects nowhere; what stands before it does, to have somebody log in.
+  let message = answer.type === "opaqueredirect" ? "redirected: load this page again" : `${answer.status} ${answer.statusText}`;
   try {
     message = JSON.parse(text).error.message;
   } catch {

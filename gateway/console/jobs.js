@@ -17,6 +17,9 @@ export async function followJobs() {
   await look();
 }
 
+/** Until they are followed again. */
+export const leaveJobs = () => clearInterval(timer);
+
 async function look() {
   const turn = (begun += 1);
   const [view, error] = await ask("admin/jobs?limit=30").then((found) => [found, null], (problem) => [null, problem]);

@@ -1,18 +1,21 @@
 // Follows the gateway, and hands what it says to the parts of the page.
 
-import { at, h, keyed, learnClasses, number, say, timeOfDay } from "./dom.js";
+import { ask, at, h, keyed, learnClasses, number, say, timeOfDay } from "./dom.js";
 import { showFleet } from "./fleet.js";
 import { showFlow } from "./flow.js";
-import { followJobs } from "./jobs.js";
+import { followJobs, leaveJobs } from "./jobs.js";
 import { showLatency } from "./latency.js";
 import { forgetRequests, renameClasses, startRequests, takeRequests } from "./requests.js";
 import { showWaiting } from "./waiting.js";
 import { askAbout, startWhatIf } from "./whatif.js";
 
-const AGAIN_MS = 3000;
-const STALE_MS = 4000;
+const AGAIN_MS = 3000; // after a refusal
+const STALE_MS = 4000; // a gateway says something each second
+const DEAD_MS = 10_000; // a connection can end without a word to the browser, as when a laptop has slept
+const ALARMING = new Set(["store", "gateway"]);
 
-let heardAt = 0;
+let events = null;
+let heardAt = 0; // when it was connected, or has last said something
 let shownAt = 0;
 
 function link(state, text) {
@@ -20,9 +23,9 @@ function link(state, text) {
   say(at("link"), text);
 }
 
-/** What is shown is old: says from when. */
-function away() {
-  link("away", shownAt ? `no answer since ${timeOfDay(shownAt)}` : "no answer");
+/** What is shown is old: says why, and from when it is. */
+function away(why = "no answer") {
+  link("away", shownAt ? `${why} (last heard at ${timeOfDay(shownAt)})` : why);
 }
 
 function showFacts(snapshot) {
@@ -34,11 +37,14 @@ function showFacts(snapshot) {
   const several = snapshot.replicas > 1 ? `, 1 of ${number(snapshot.replicas)}` : "";
   if (snapshot.owner) facts.push(["process", snapshot.owner + several]);
   if (snapshot.store === "alone") facts.push(["store", "no answer, counts alone"]);
-  keyed(at("facts"), facts, ([name]) => name, ([name]) => h("div", { class: name === "store" ? "attention" : null }, h("dt", { text: name }), h("dd")), (element, [, value]) => say(element.lastElementChild, value));
+  if (snapshot.is_leaving) facts.push(["gateway", "about to stop"]);
+  keyed(at("facts"), facts, ([name]) => name, ([name]) => h("div", { class: ALARMING.has(name) ? "attention" : null }, h("dt", { text: name }), h("dd")), (element, [, value]) => say(element.lastElementChild, value));
 }
 
 function follow() {
-  const events = new EventSource("admin/live");
+  events?.close();
+  heardAt = performance.now();
+  events = new EventSource("admin/live");
   events.addEventListener("open", () => {
     forgetRequests();
     followJobs();
@@ -59,16 +65,38 @@ function follow() {
     showLatency(history);
   });
   events.addEventListener("ended", (event) => takeRequests(JSON.parse(event.data).requests));
-  events.addEventListener("error", () => {
-    away();
-    if (events.readyState === EventSource.CLOSED) setTimeout(follow, AGAIN_MS);
-  });
+  events.addEventListener("error", failed);
 }
 
-setInterval(() => {
-  if (heardAt && performance.now() - heardAt > STALE_MS) away();
-}, 1000);
+async function failed() {
+  away();
+  if (events.readyState !== EventSource.CLOSED) return;
+  const refused = events; // without a word why: asked again, it is told
+  const why = await ask("admin/live").then(() => "what answers is not the gateway", (problem) => problem.message);
+  if (events === refused) away(why);
+}
+
+/** Connects again if the browser does not. */
+function check() {
+  if (document.hidden) return;
+  const silent_ms = performance.now() - heardAt;
+  if (silent_ms > STALE_MS) away();
+  if (silent_ms > (events.readyState === EventSource.CLOSED ? AGAIN_MS : DEAD_MS)) follow();
+}
+
+/** Follows only while it is seen: a browser has six connections to a gateway, for all of its tabs. */
+function turned() {
+  if (document.hidden) {
+    events?.close();
+    leaveJobs();
+  } else {
+    link("connecting", "connecting");
+    follow();
+  }
+}
 
 startRequests({ onWhatIf: askAbout });
 startWhatIf();
-follow();
+document.addEventListener("visibilitychange", turned);
+setInterval(check, 1000);
+turned();

@@ -6,14 +6,15 @@ The light backends are quick. The slow one has two slots and is at work for as l
 import json
 import re
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.abc
 import httpx
 import pytest
 import yaml
@@ -21,6 +22,8 @@ from support import clients
 from support.browser import Page, browser
 from support.redis_server import own_server
 from support.site import Site, simulated, site
+
+from gateway.downstream.console_routes import READERS_MAX
 
 FLEET = simulated(
     {"light": "h100-tp1-light", "push": "h100-tp2-push"}, prompt_tokens_details=True
@@ -555,48 +558,140 @@ FORGET = """import("/console/requests.js").then(({ forgetRequests, takeRequests 
 })"""
 
 
+LIVE = "document.querySelector('#link')?.dataset.state === 'live'"
+AWAY = "document.querySelector('#link').dataset.state === 'away'"
+SMALL: dict[str, Any] = {
+    "fleet": {"light": FLEET["light"]},
+    "pools": {"light": ["light"]},
+    "models": {"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}},
+}
+
+
 async def test_what_is_old_says_since_when(tmp_path: Path) -> None:
-    """Once its gateway is gone, what a page shows is no longer so."""
+    """Once its gateway is gone, what a page shows is no longer so; what it is asked says so, too."""
     (tmp_path / "browser").mkdir()
     async with browser(tmp_path / "browser") as page:
-        fleet = {"light": FLEET["light"]}
-        models = {"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}}
-        async with site(tmp_path, fleet=fleet, pools={"light": ["light"]}, models=models) as running:
+        async with site(tmp_path, **SMALL) as running:
             await page.go(f"{running.admin_url}/")
-            await page.until("document.querySelector('#link')?.dataset.state === 'live'")
-        since = "document.querySelector('#link').innerText.match(/^no answer since [0-9:]{8}$/)"
+            await page.until(f"{LIVE} && document.querySelector('#body').value")
+        since = "document.querySelector('#link').innerText.match(/^no answer \\(last heard at [0-9:]{8}\\)$/)"
         assert await page.until(since)
         assert float(await page.js("getComputedStyle(document.querySelector('#fleet')).opacity")) < 0.5
+        await page.click('#question [type="submit"]')
+        said = "document.querySelector('#answers .problem')?.innerText"
+        assert await page.until(said) == "The gateway does not answer."
+
+
+async def test_a_connection_that_died_without_a_word_is_replaced(opened: Bench) -> None:
+    """As after a laptop has slept: the browser hears of no end, and waits for more."""
+    page = opened.page
+    async with passage(opened.site.admin_url) as way:
+        await page.go(f"{way.url}/")
+        await page.until(LIVE)
+        way.dies.set()
+        await page.until(AWAY)
+        await page.until(LIVE)
+        await page.go("about:blank")
+
+
+@dataclass
+class Passage:
+    """A way to a gateway. Once it `dies`, nothing comes any more on event streams that are open."""
+
+    url: str
+    dies: anyio.Event = field(default_factory=anyio.Event)
+
+
+@asynccontextmanager
+async def passage(url: str) -> AsyncIterator[Passage]:
+    """Pass on to the server at `url` what comes on a free port, and back."""
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    way = Passage(f"http://127.0.0.1:{listener.extra(anyio.abc.SocketAttribute.local_port)}")
+
+    async def served(caller: anyio.abc.SocketStream) -> None:
+        is_mortal = False
+
+        async def pump(one: anyio.abc.SocketStream, other: anyio.abc.SocketStream) -> None:
+            nonlocal is_mortal
+            async for data in one:
+                if way.dies.is_set() and is_mortal:
+                    await anyio.sleep_forever()
+                is_mortal = is_mortal or (b"GET /admin/live" in data and not way.dies.is_set())
+                await other.send(data)
+            await other.send_eof()
+
+        async with caller, await anyio.connect_tcp("127.0.0.1", int(url.rpartition(":")[2])) as server:
+            with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                async with anyio.create_task_group() as pumps:
+                    pumps.start_soon(pump, caller, server)
+                    pumps.start_soon(pump, server, caller)
+
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, served)
+        yield way
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_hidden_page_holds_no_connection(bench: Bench) -> None:
+    """A browser has six to a gateway, for all of its tabs: with six consoles, a seventh got no answer."""
+    console = bench.site.gateway.console
+    assert console.readers == 1
+    async with bench.page.behind():
+        await bench.site.eventually(lambda: not console.readers)
+        request_id = await bench.chat()
+    await bench.page.until(f"{LIVE} && document.querySelector('tbody[data-request=\"{request_id}\"]')")
+
+
+async def test_a_page_that_is_refused_says_why(bench: Bench) -> None:
+    """And it goes on by itself."""
+    console, admin = bench.site.gateway.console, bench.site.admin_url
+    await bench.page.go("about:blank")
+    await bench.site.eventually(lambda: not console.readers)
+    async with clients.http(base_url=admin) as http, AsyncExitStack() as others:
+        for _ in range(READERS_MAX):
+            await others.enter_async_context(http.stream("GET", "/admin/live"))
+        await bench.page.go(f"{admin}/")
+        await bench.page.until(
+            f"document.querySelector('#link')?.innerText === '{READERS_MAX} consoles are open already.'"
+        )
+    await bench.page.until(LIVE)
+    bench.page.complaints = [one for one in bench.page.complaints if "503" not in one]
+
+
+async def test_a_gateway_that_is_about_to_stop_says_so(tmp_path: Path, opened: Bench) -> None:
+    async with site(tmp_path, **SMALL) as running:
+        await opened.page.go(f"{running.admin_url}/")
+        await opened.page.until(LIVE)
+        assert "about to stop" not in await opened.shown("#facts")
+        await running.gateway.drain()
+        await opened.page.until(
+            "document.querySelector('#facts .attention')?.innerText.includes('about to stop')"
+        )
 
 
 async def test_jobs_are_shown_if_the_gateway_that_answers_has_them(tmp_path: Path) -> None:
     """Also if it has taken the place of one without, and if its store is away when the page is opened."""
     shown = "!document.querySelector('#jobs').hidden"
-    live = "document.querySelector('#link')?.dataset.state === 'live'"
-    options: Any = {
-        "fleet": {"light": FLEET["light"]},
-        "pools": {"light": ["light"]},
-        "models": {"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}},
-    }
+    options = dict(SMALL)
     for name in ("browser", "store"):
         (tmp_path / name).mkdir()
     async with browser(tmp_path / "browser") as page:
         with own_server("valkey-9", tmp_path / "store") as store:
             async with site(tmp_path, **options) as running:
                 await page.go(f"{running.admin_url}/")
-                await page.until(live)
+                await page.until(LIVE)
                 options["admin"] = running.admin_url.removeprefix("http://")
             async with site(tmp_path, store={"url": store.url}, jobs={}, **options) as running:
                 await page.until(shown)
                 store.kill()
                 await page.js("location.reload()")
-                await page.until(f"{live} && {shown}")
+                await page.until(f"{LIVE} && {shown}")
                 assert "does not answer" in await page.until(
                     "document.querySelector('#job-message').innerText"
                 )
                 await page.until("document.querySelector('#facts').innerText.includes('counts alone')")
         async with site(tmp_path, **options):
-            await page.until(f"{live} && !({shown})")
+            await page.until(f"{LIVE} && !({shown})")
 
 
 async def test_flow_and_latency_are_drawn_from_what_has_ended(bench: Bench) -> None:

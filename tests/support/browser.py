@@ -142,6 +142,15 @@ class Page:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         await self.command("Emulation.setDeviceMetricsOverride", **size)
 
+    @asynccontextmanager
+    async def behind(self) -> AsyncIterator[None]:
+        """Have another tab before this one, which is hidden then: it draws no frames."""
+        target = await self.command("Target.createTarget", url="about:blank")
+        try:
+            yield
+        finally:
+            await self.command("Target.closeTarget", targetId=target["targetId"])
+
     async def go(self, url: str) -> None:
         """Load a page."""
         await self.command("Page.navigate", url=url)
