@@ -34,8 +34,9 @@ function showFacts(snapshot) {
     ["version", snapshot.gateway],
     ["ended", number(snapshot.ended)],
   ];
-  const several = snapshot.replicas > 1 ? `, 1 of ${number(snapshot.replicas)}` : "";
-  if (snapshot.owner) facts.push(["process", snapshot.owner + several]);
+  // Of several, each shows only the requests that it has served itself.
+  if (snapshot.owner && snapshot.replicas > 1) facts.push(["requests of", `${snapshot.owner}, one of ${number(snapshot.replicas)}`]);
+  else if (snapshot.owner) facts.push(["process", snapshot.owner]);
   if (snapshot.store === "alone") facts.push(["store", "no answer, counts alone"]);
   if (snapshot.is_leaving) facts.push(["gateway", "about to stop"]);
   keyed(at("facts"), facts, ([name]) => name, ([name]) => h("div", { class: ALARMING.has(name) ? "attention" : null }, h("dt", { text: name }), h("dd")), (element, [, value]) => say(element.lastElementChild, value));

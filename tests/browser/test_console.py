@@ -39,6 +39,13 @@ MODELS: dict[str, Any] = {
     "patient": {"classes": [{"class": "patient", "pools": ["slow"], "waiting": {"max_wait_s": 86_400}}]},
 }
 LONG = "Count from 7 to 9000."  # what a simulated backend answers without an end
+LIVE = "document.querySelector('#link')?.dataset.state === 'live'"
+AWAY = "document.querySelector('#link').dataset.state === 'away'"
+SMALL: dict[str, Any] = {
+    "fleet": {"light": FLEET["light"]},
+    "pools": {"light": ["light"]},
+    "models": {"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}},
+}
 HELLO: Any = [{"role": "user", "content": "Why is the sky blue, Rumpelstiltskin?"}]
 
 
@@ -155,6 +162,18 @@ async def test_the_head_names_the_process(bench: Bench) -> None:
     owner = bench.site.gateway.name
 
     assert f"process {owner}" in " ".join((await bench.shown("#facts")).split())
+
+
+async def test_one_of_several_says_that_its_requests_are_not_all(tmp_path: Path, opened: Bench) -> None:
+    for name in ("store", "one", "other"):
+        (tmp_path / name).mkdir()
+    with own_server("valkey-9", tmp_path / "store") as store:
+        options = {**SMALL, "store": {"url": store.url}}
+        async with site(tmp_path / "one", **options) as one, site(tmp_path / "other", **options):
+            await opened.page.go(f"{one.admin_url}/")
+            said = json.dumps(f"requests of {one.gateway.name}, one of 2")
+            facts = "document.querySelector('#facts').innerText.replace(/\\s+/g, ' ')"
+            await opened.page.until(f"{LIVE} && {facts}.includes({said})")
 
 
 async def test_a_small_window_names_the_process_too(bench: Bench) -> None:
@@ -558,15 +577,6 @@ FORGET = """import("/console/requests.js").then(({ forgetRequests, takeRequests 
 })"""
 
 
-LIVE = "document.querySelector('#link')?.dataset.state === 'live'"
-AWAY = "document.querySelector('#link').dataset.state === 'away'"
-SMALL: dict[str, Any] = {
-    "fleet": {"light": FLEET["light"]},
-    "pools": {"light": ["light"]},
-    "models": {"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}},
-}
-
-
 async def test_what_is_old_says_since_when(tmp_path: Path) -> None:
     """Once its gateway is gone, what a page shows is no longer so; what it is asked says so, too."""
     (tmp_path / "browser").mkdir()
@@ -810,6 +820,46 @@ async def test_long_names_push_nothing_out_of_view(bench: Bench) -> None:
             await bench.page.until(f"{row_of(running.id)}.dataset.status === 'cancelled'")
         finally:
             await put(http, before)
+
+
+async def test_the_version_of_a_nightly_build_stays_in_its_card(bench: Bench) -> None:
+    version = "0.20.0rc3.dev123+g1234567.d20260101.cu129.precompiled"
+    begins, name_ends = await bench.page.js(f"({VERSION})({json.dumps(version)})")
+    assert begins > name_ends
+
+
+VERSION = """(engine_version) => import("/console/fleet.js").then(({ showFleet }) => {
+  const backend = { pools: ["a"], state: "up", kept_out: "", in_flight: 0, knee_seqs: 2, knee_used: 0 };
+  showFleet({ backends: { nightly: { ...backend, engine_version } }, boxes: {} });
+  const text = document.createRange();
+  text.selectNodeContents(document.querySelector("[data-backend=nightly] .version"));
+  const name = document.querySelector("[data-backend=nightly] dt:last-of-type");
+  return [text.getBoundingClientRect().left, name.getBoundingClientRect().right];
+})"""
+
+
+async def test_the_first_charts_do_not_move_what_is_below_them(tmp_path: Path, opened: Bench) -> None:
+    """Somebody who is about to open a request would click on another."""
+    page, top = opened.page, "document.querySelector('#requests').getBoundingClientRect().top"
+    await page.look_like("light")
+    async with site(tmp_path, **SMALL) as running:
+        await page.go(f"{running.admin_url}/")
+        await page.until(f"{LIVE} && document.querySelector('.gauge')")
+        before = await page.js(top)
+        await Bench(running, page).chat()
+        await page.until("document.querySelector('#flow svg') && document.querySelector('#latency svg')")
+        assert await page.js(top) == pytest.approx(before, abs=2)
+
+
+async def test_an_opened_request_can_be_read_in_a_narrow_window(bench: Bench) -> None:
+    request_id = await bench.chat()
+    await bench.page.look_like("light", 390, 844)
+    await bench.page.click(f'tbody[data-request="{request_id}"] .opener')
+    await bench.shown(".opened .verdict")
+    for selector in (".verdict", ".waterfall", ".demand", "button"):
+        box = f"document.querySelector('.opened {selector}').getBoundingClientRect()"
+        assert 0 <= await bench.page.js(f"{box}.left")
+        assert await bench.page.js(f"{box}.right <= innerWidth"), selector
 
 
 async def test_latency_can_be_read_in_a_narrow_window(bench: Bench) -> None:
