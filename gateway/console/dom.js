@@ -85,6 +85,7 @@ export function timeOfDay(epoch) {
   return `${two(when.getHours())}:${two(when.getMinutes())}:${two(when.getSeconds())}`;
 }
 
+export const NO_ANSWER = "the gateway does not answer";
 const PATIENCE_MS = { look: 10_000, act: 60_000 };
 
 /** Asks the admin port. Throws an Error whose message is what it answers, or that it does not. */
@@ -95,7 +96,7 @@ export async function ask(path, options = {}) {
     answer = await fetch(path, { cache: "no-store", redirect: "manual", signal, ...options });
     text = await answer.text();
   } catch {
-    throw new Error("The gateway does not answer."); // each browser has other words for it
+    throw new Error(NO_ANSWER); // each browser has other words for it
   }
   if (answer.ok) return answer.headers.get("content-type")?.includes("json") ? JSON.parse(text) : text;
   // The gateway redirects nowhere; what stands before it does, to have somebody log in.

@@ -1,6 +1,6 @@
 // Follows the gateway, and hands what it says to the parts of the page.
 
-import { ask, at, h, keyed, learnClasses, number, say, timeOfDay } from "./dom.js";
+import { NO_ANSWER, ask, at, h, keyed, learnClasses, number, say, timeOfDay } from "./dom.js";
 import { showFleet } from "./fleet.js";
 import { showFlow } from "./flow.js";
 import { followJobs, leaveJobs } from "./jobs.js";
@@ -24,7 +24,7 @@ function link(state, text) {
 }
 
 /** What is shown is old: says why, and from when it is. */
-function away(why = "no answer") {
+function away(why = NO_ANSWER) {
   link("away", shownAt ? `${why} (last heard at ${timeOfDay(shownAt)})` : why);
 }
 
@@ -69,15 +69,15 @@ function follow() {
   events.addEventListener("error", failed);
 }
 
+/** Asks again to learn why: of a stream, a browser says only that there is none. */
 async function failed() {
-  away();
-  if (events.readyState !== EventSource.CLOSED) return;
-  const refused = events; // without a word why: asked again, it is told
+  const refused = events;
+  refused.close();
   const why = await ask("admin/live").then(() => "what answers is not the gateway", (problem) => problem.message);
   if (events === refused) away(why);
 }
 
-/** Connects again if the browser does not. */
+/** Connects again: to who refused, soon; on a connection that may be dead, later. */
 function check() {
   if (document.hidden) return;
   const silent_ms = performance.now() - heardAt;
