@@ -16,7 +16,7 @@ const ALARMING = new Set(["store", "gateway"]);
 
 let events = null;
 let heardAt = 0; // when it was connected, or has last said something
-let shownAt = 0;
+let shownAt = 0; // by the gateway, whose clock may be another
 
 function link(state, text) {
   at("link").dataset.state = state;
@@ -53,7 +53,7 @@ function follow() {
   events.addEventListener("snapshot", (event) => {
     const snapshot = JSON.parse(event.data);
     heardAt = performance.now();
-    shownAt = Date.now() / 1000;
+    shownAt = snapshot.at;
     link("live", "live");
     if (learnClasses(snapshot.waiting.classes)) renameClasses();
     showFacts(snapshot);

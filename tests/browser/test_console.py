@@ -578,9 +578,13 @@ FORGET = """import("/console/requests.js").then(({ forgetRequests, takeRequests 
 
 
 async def test_what_is_old_says_since_when(tmp_path: Path) -> None:
-    """Once its gateway is gone, what a page shows is no longer so; what it is asked says so, too."""
+    """Once its gateway is gone, what a page shows is no longer so; what it is asked says so, too.
+
+    All times are by the gateway's clock, as in its log, whatever that of the browser says.
+    """
     (tmp_path / "browser").mkdir()
     async with browser(tmp_path / "browser") as page:
+        await page.command("Page.addScriptToEvaluateOnNewDocument", source="Date.now = () => 0")
         async with site(tmp_path, **SMALL) as running:
             await page.go(f"{running.admin_url}/")
             await page.until(f"{LIVE} && document.querySelector('#body').value")
