@@ -120,6 +120,7 @@ async def opened(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Benc
 @pytest.fixture
 async def bench(opened: Bench) -> AsyncIterator[Bench]:
     """The console, freshly loaded; whatever it did not like, or asked of others, fails the test."""
+    await opened.page.go("about:blank")  # a page before may ask a gateway that has ended
     opened.page.requested.clear()
     opened.page.complaints.clear()
     await opened.page.look_like("light")
@@ -295,7 +296,8 @@ async def test_a_request_that_stayed_for_its_conversation_says_so(tmp_path: Path
 
         async with anyio.create_task_group() as turn:
             turn.start_soon(next_turn)
-            waits = await bench.shown("#waiting-line tbody tr")
+            row = "document.querySelector('#waiting-line tbody tr')?.innerText"
+            waits = await opened.page.until(f"{row}?.includes('stays') && {row}")
             await lasting.close()
         await opened.page.click(f'tbody[data-request="{ids[0]}"] .opener')
         detail = await bench.shown(".opened")
