@@ -70,6 +70,8 @@ class Failures:
 
     def ended(self, context: RequestContext, backend: Backend, attempt: AttemptRecord) -> None:
         """Report an attempt on `backend`; one for which the request may be at fault is kept until later."""
+        if attempt.outcome is Outcome.OK and self.refusals.known:
+            self.refusals.answered(backend, 0)  # beside how many is not known any more
         if attempt.outcome not in _UNCLEAR:
             self._fleet.report(backend.id, attempt.outcome, attempt.detail, attempt.started_at)
             return

@@ -352,18 +352,20 @@ class Pipeline:
 
         One that refuses a request because of load while it runs others will have room: it is asked again
         then, if no other has before, for as long as the request may wait. So that is no failed try. One that
-        runs nothing may refuse whatever comes. And one that refuses this request again, but took others, may
-        always refuse it, or another has just been before it: so that is a try, but it may wait on. Refused by
-        as many as may fail, a request does not ask all the others that have just refused one, too.
+        runs nothing may refuse whatever comes, unless it has just answered others: then it may not have noted
+        yet that the last one has ended. That is a try, but the request may wait on. So it is if one refuses
+        this request again, but took others: it may always refuse it, or another has just been before it.
+        Refused by as many as may fail, a request does not ask all the others that have just refused one, too.
         """
         attempts, policy = context.attempts, context.policy
         if not isinstance(error, UpstreamBusy) or attempts[-1].outcome is not Outcome.BUSY:
             return _NO_BACKENDS
-        name, others = tried.backend, self._others(tried)
+        name = tried.backend
+        others = max(self._others(tried), min(1, tried.load.seqs))  # what ran before may have ended since
         takes_others = self._failures.refused(policy.backends[name], others, error.retry_after_s or 0)
-        if others <= 0:
+        if others <= 0 and not takes_others:
             return _NO_BACKENDS
-        is_try = takes_others and any(one.backend == name for one in attempts[:-1])
+        is_try = takes_others and (others <= 0 or any(one.backend == name for one in attempts[:-1]))
         if is_try and not policy.retry.allows_more(context.tries, context.crashes):
             return _NO_BACKENDS
         context.waits_on(is_try=is_try)

@@ -771,6 +771,59 @@ async def test_who_has_been_refused_often_does_not_ask_all_the_others_that_refus
         await world.ledger.release(slot)
 
 
+async def test_who_is_refused_beside_one_that_has_ended_meanwhile_asks_again(world: World) -> None:
+    """Its own refusal is still under way then, and says nothing of a backend that runs nothing."""
+    world.policy = patient(POLICY, 60.0)
+    world.pipeline.policy_changed()
+    world.fleet.known |= {name: BackendStatus(state=State.DOWN) for name in ("light-1", "push")}
+    ends, comes = anyio.Event(), anyio.Event()
+    world.answers(light_0=Script([ROLE + HELLO, ends, STOP + DONE]))
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(world.run, world.request())
+            await anyio.wait_all_tasks_blocked()
+            world.answers(light_0=replace(BUSY, steps=[comes, BUSY_ANSWER]))
+            tasks.start_soon(world.run_to_any_end, world.request())
+            await anyio.wait_all_tasks_blocked()
+            ends.set()
+            await anyio.wait_all_tasks_blocked()
+            world.answers(light_0=GOOD)
+            comes.set()
+    assert world.notes.requests[-1].ending is Ending.COMPLETED
+
+
+async def test_who_comes_before_a_backend_has_noted_an_end_asks_again(world: World) -> None:
+    async with refused_by_the_only_one(world) as ends:
+        world.answers(light_0=BUSY)
+        ends.set()
+        await anyio.wait_all_tasks_blocked()
+        assert len(asked(world)) == 3  # it is asked no more for a moment
+        world.answers(light_0=GOOD)
+        world.clock.time += REFUSED_S
+        world.pipeline.room.look()
+
+    assert world.notes.requests[-1].ending is Ending.COMPLETED
+
+
+async def test_what_is_refused_where_others_end_is_not_asked_for_ever(world: World) -> None:
+    """As streams, by one that takes none: whoever else has ended there says nothing of them."""
+    most = POLICY.retry.attempts_max
+    async with refused_by_the_only_one(world) as ends:
+        world.answers(light_0=BUSY)
+        ends.set()
+        await anyio.wait_all_tasks_blocked()
+        for _ in range(most - 1):
+            world.answers(light_0=GOOD)
+            await world.run(world.request(), arrival=Arrival("other", 1_000_000.0, 10.0))
+            world.answers(light_0=BUSY)
+            world.clock.time += REFUSED_S
+            world.pipeline.room.look()
+            await anyio.wait_all_tasks_blocked()
+
+    record = next(one for one in world.notes.requests if one.id == "refused")
+    assert (record.error_code, len(record.attempts)) == ("upstream_busy", 1 + most)
+
+
 async def test_who_is_refused_where_another_has_room_goes_there(world: World) -> None:
     held = await fill(world, "light-0", 1)
     world.fleet.known["light-1"] = BackendStatus(state=State.DOWN)
