@@ -2627,6 +2627,18 @@ def test_however_many_have_failed_on_a_backend_that_is_back_others_are_looked_at
     assert site.start(1.0) == ["other"]
 
 
+def test_however_many_wait_after_a_refusal_others_are_looked_at() -> None:
+    site = Site(knee=100)
+    site.loads["light"] = Load(1, admission.WHOLE // 100)
+    for number in range(2 * LOOKAHEAD):
+        site.enter(f"refused-{number}", traffic_class=PATIENT, refused=frozenset({"light"}))
+    views = {name: replace(view, takes=1) for name, view in site.views().items()}
+    assert not site.line.turn(0.0, views).offers
+
+    assert site.enter("other", 1.0, traffic_class=PATIENT) is None
+    assert [offer.ticket.id for offer in site.line.turn(1.0, views).offers] == ["other"]
+
+
 def test_what_was_sent_behind_comes_when_all_that_a_turn_looks_at_have_come() -> None:
     """Documents beyond what a turn looks at do not keep it from the chats that are behind."""
     site = Site()

@@ -29,7 +29,7 @@ does a request hold a backend only because it was refused there: others may be t
 A request that could start may wait nevertheless, for the busy backend that has its conversation in its
 prefix cache, if that saves a prefill (`selection.stay`). It holds that backend as one that does not fit.
 A turn looks at a limited number of each class, but of its ordinary requests and of the others apart: of long
-prompts, and of those that not every backend of the first pool could take.
+prompts, and of those that not every backend of the first pool could take, or one has failed or refused.
 
 Time is an argument, and nothing here waits. The owner of the queue calls `turn` when a slot is released,
 when a request enters, and at `next_turn_at`.

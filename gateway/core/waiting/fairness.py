@@ -71,13 +71,13 @@ class Entry:
 
     @property
     def is_ordinary(self) -> bool:
-        """Whether every backend of its first pool could take it, has not failed it, and no gate for long
-        prompts applies.
+        """Whether every backend of its first pool could take it, none has failed or refused it, and no gate for
+        long prompts applies.
 
         Others may have to wait where ordinary requests do not. However many of them wait, a turn considers
         ordinary requests, too.
         """
-        return self.fits_all and not self.is_long and not self.ticket.failed
+        return self.fits_all and not (self.is_long or self.ticket.failed or self.ticket.refused)
 
     @property
     def cost(self) -> int:
