@@ -73,7 +73,7 @@ class WorkerRules:
 
     Attributes:
         running_max: Maximum number of jobs at once.
-        ahead_max: Per lane, the maximum number of these that have not been given a slot yet.
+        ahead_max: Per lane, the maximum number of these that have no slot on a backend.
         attempts_max: A job fails for good after this many failures.
         beat_s: Heartbeat interval. Jobs are taken over after about three missed ones.
         look_s: Maximum interval between two checks of the store without a message.
@@ -100,9 +100,12 @@ class Run(Protocol):
     """Serves a request to completion: `Pipeline.run`."""
 
     async def __call__(
-        self, incoming: Incoming, downstream: Downstream, *, on_admitted: Callable[[], None]
+        self, incoming: Incoming, downstream: Downstream, *, on_admitted: Callable[[bool], None]
     ) -> None:
-        """Serve a request. `on_admitted` is called whenever it has been given a slot."""
+        """Serve a request to its end.
+
+        `on_admitted` is called with True whenever it has been given a slot, with False if it waits again.
+        """
 
 
 Serves = Callable[[], Serving]
@@ -118,7 +121,7 @@ class _Claim:
     config: str  # version at the time of the claim
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     beginning: Beginning = Beginning.NEW
-    is_admitted: bool = False  # it has been given a slot on a backend
+    is_admitted: bool = False  # it has a slot on a backend
     is_awaited: bool = False  # a caller stays connected for its answer
     has_begun: bool = False  # its answer has begun
     is_returned: bool = False  # it is to be returned before its answer begins
@@ -396,8 +399,8 @@ class Worker:
         """
         job = claim.job
 
-        def admitted() -> None:
-            claim.is_admitted = True
+        def admitted(is_admitted: bool) -> None:
+            claim.is_admitted = is_admitted
             self._room.set()
 
         def begun() -> None:

@@ -141,7 +141,7 @@ class Pipeline:
         downstream: Downstream,
         estimate: Estimate | None = None,
         *,
-        on_admitted: Callable[[], None] | None = None,
+        on_admitted: Callable[[bool], None] | None = None,
     ) -> None:
         """Serve one request to completion.
 
@@ -149,7 +149,8 @@ class Pipeline:
             incoming: The request.
             downstream: Where its response goes.
             estimate: Its prompt length, if already known.
-            on_admitted: Called whenever the request has been given a slot: once per attempt.
+            on_admitted: Called with True whenever the request has been given a slot: once per attempt; with
+                False if it waits for one again, because its backend has refused it for load.
 
         Raises:
             GatewayError: nothing was sent to the caller yet; `headers` of the error describe the decision.

@@ -63,9 +63,9 @@ class RequestContext:
         incoming: Incoming,
         downstream: Downstream,
         policy: Policy,
-        on_admitted: Callable[[], None] | None,
+        on_admitted: Callable[[bool], None] | None,
     ) -> None:
-        """Start with the request alone. `on_admitted` is called whenever it has been given a slot."""
+        """Start with the request alone. `on_admitted`: see `Pipeline.run`."""
         self.incoming = incoming
         self.downstream = downstream
         self.policy = policy
@@ -82,7 +82,7 @@ class RequestContext:
         """Note that the request was given a slot at `at` (monotonic seconds)."""
         self.admitted_at = self.admitted_at or at
         if self._on_admitted is not None:
-            self._on_admitted()
+            self._on_admitted(True)
 
     def waits_on(self, *, is_try: bool) -> None:
         """Note that the last attempt was refused because of load, and the request is still waiting.
@@ -91,6 +91,8 @@ class RequestContext:
         """
         self.refusals += not is_try
         self.admitted_at = None
+        if self._on_admitted is not None:
+            self._on_admitted(False)
 
     async def start(self, status: int, headers: Headers) -> None:
         """Begin the response: send the status and headers, unless keep-alive comments already have."""

@@ -196,13 +196,16 @@ async def test_an_answer_that_reached_its_length_is_incomplete(world: JobWorld) 
         assert (await ended(store, "a")).status is JobStatus.INCOMPLETE
 
 
-async def test_no_more_is_taken_than_can_be_placed(world: JobWorld) -> None:
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_no_more_is_taken_than_can_be_placed(world: JobWorld, refuses: bool) -> None:
     store, held = world.open(), Held(WITHOUT_SLOT)
     await submit(store, *"abcde")
-    async with working(store, Backend(held)) as worker:
+    async with working(store, Backend(held, refuses=refuses)) as worker:
         with anyio.fail_after(WITHIN_S):
             while worker.running < RULES.ahead_max:
                 await anyio.lowlevel.checkpoint()
+        for _ in range(100):  # the worker could take them all by then
+            await store.queue()
         await store.waiting(3 * RULES.look_s)
         assert worker.running == RULES.ahead_max
         assert [lane.queued for lane in (await store.queue()).lanes] == [3]
@@ -1175,7 +1178,7 @@ async def test_an_answer_with_an_invalid_event_begins_anew(
 ) -> None:
     store, backend = world.open(), Backend()
 
-    async def run(incoming: Incoming, downstream: Downstream, *, on_admitted: Callable[[], None]) -> None:
+    async def run(incoming: Incoming, downstream: Downstream, *, on_admitted: Callable[[bool], None]) -> None:
         if len(backend.asked) < times:
             await downstream.send(b"data: " + bad + b"\n\n")
         await Backend.run(backend, incoming, downstream, on_admitted=on_admitted)

@@ -2,7 +2,7 @@
 
 import gc
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -355,17 +355,29 @@ async def test_a_body_that_an_engine_refuses_goes_nowhere_else(world: World) -> 
     assert len(world.upstream.targets) == 1
 
 
-async def test_who_asks_is_told_of_each_slot_before_anything_is_sent(world: World) -> None:
-    world.answers(light_0=Script(status=500), light_1=GOOD)
-    asked_before = list[int]()
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [
+        pytest.param(Script(status=500), [(0, True), (1, True)], id="failed"),
+        pytest.param(Script(status=503), [(0, True), (1, False), (1, True)], id="waits-on"),
+    ],
+)
+async def test_who_asks_is_told_of_each_slot_before_anything_is_sent_and_of_its_loss(
+    world: World, first: Script, told: Sequence[tuple[int, bool]]
+) -> None:
+    held = await fill(world, "light-0", 1) + await fill(world, "light-1", 1)
+    world.answers(light_0=first, light_1=GOOD)
+    heard = list[tuple[int, bool]]()
 
     await world.pipeline.run(
         Incoming(world.request()),
         Caller(),
-        on_admitted=lambda: asked_before.append(len(world.upstream.targets)),
+        on_admitted=lambda is_admitted: heard.append((len(world.upstream.targets), is_admitted)),
     )
 
-    assert asked_before == [0, 1]
+    assert heard == told
+    for slot in held:
+        await world.ledger.release(slot)
 
 
 async def test_attempts_are_bounded(world: World) -> None:

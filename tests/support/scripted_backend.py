@@ -68,19 +68,24 @@ async def nothing(asked: Asked, number: int) -> None:
 
 class Backend:
     """Says WORDS. `before` is awaited before it has a slot, then before each word, 0 being the first; then
-    before the end, and after it."""
+    before the end, and after it. If it `refuses`, each request has had another slot before, in vain."""
 
     def __init__(
-        self, before: Callable[[Asked, int], Awaitable[None]] = nothing, finish_reason: str = "stop"
+        self,
+        before: Callable[[Asked, int], Awaitable[None]] = nothing,
+        finish_reason: str = "stop",
+        *,
+        refuses: bool = False,
     ) -> None:
         self.before = before
         self.finish_reason = finish_reason
+        self.refuses = refuses
         self.asked: list[Asked] = []
         self.said: Counter[str] = Counter()  # words, by "job number"
         self.stopped: Counter[str] = Counter()  # how often a job's answer was cut, by job
 
     async def run(
-        self, incoming: Incoming, downstream: Downstream, *, on_admitted: Callable[[], None]
+        self, incoming: Incoming, downstream: Downstream, *, on_admitted: Callable[[bool], None]
     ) -> None:
         asked = cast("Asked", incoming)
         self.asked.append(asked)
@@ -88,8 +93,11 @@ class Backend:
         begin = WORDS.index(asked.so_far.split()[-1] + " ") + 1 if asked.so_far else 0
         has_begun = False
         try:
+            if self.refuses:
+                on_admitted(True)
+                on_admitted(False)
             await self.before(asked, WITHOUT_SLOT)
-            on_admitted()
+            on_admitted(True)
             for number in range(begin, len(WORDS)):
                 await self.before(asked, number)
                 if number == begin:

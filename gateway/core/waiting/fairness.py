@@ -71,8 +71,8 @@ class Entry:
 
     @property
     def is_ordinary(self) -> bool:
-        """Whether every backend of its first pool could take it, none has failed or refused it, and no gate for
-        long prompts applies.
+        """Whether every backend of its first pool could take it, none has failed or refused it, and no gate
+        for long prompts applies.
 
         Others may have to wait where ordinary requests do not. However many of them wait, a turn considers
         ordinary requests, too.
