@@ -11,11 +11,11 @@ are passed over, as long as another replica is in no doubt.
 A backend that refuses a request because of load is at no fault. But it, too, has room at once, and would be
 asked first by every request. So for a moment, the others of its pool come first. And a request that it has
 refused asks it again only once fewer run there, or, because it may have room for more by now, from time to
-time (`Refusals.takes`).
+time (`Refusal.takes`).
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -103,6 +103,26 @@ class Refusal:
     taken: int = -1
     is_unanswered: bool = True
 
+    def is_recent(self, now: float) -> bool:
+        """Return whether it has just been."""
+        return now < self.until
+
+    def is_of_all(self, now: float) -> bool:
+        """Return whether its backend refuses whatever comes, as an engine that is asleep.
+
+        It has just refused one, and since it last answered one, `ALONE` of them while it ran nothing.
+        """
+        return self.alone >= ALONE and self.is_recent(now)
+
+    def takes(self, now: float) -> int:
+        """Return up to how many sequences those that its backend has refused may go there.
+
+        At first, up to as many as ran there then. When it may have room for more, up to one more, and after
+        each further `REFUSED_S` up to twice as many more: a backend that still holds as few refuses one
+        request in that time, and one that holds more by now is soon full.
+        """
+        return self.others + _more(now - self.until)
+
 
 def _more(since_s: float) -> int:
     """Return how many sequences more to try so many seconds after a backend may have room for more."""
@@ -151,40 +171,14 @@ class Refusals:
         """Forget what is long ago."""
         self.known = {one: known for one, known in self.known.items() if now - known.at < REPEATED_S}
 
-    def just_now(self, policy: Policy, now: float) -> frozenset[str]:
-        """Return the ids of those that have just refused one."""
-        return frozenset(name for name, known in self._there(policy) if now < known.until)
-
-    def all_just_now(self, policy: Policy, now: float) -> frozenset[str]:
-        """Return the ids of those that refuse whatever comes, as an engine that is asleep.
-
-        They have just refused one, and since they last answered one, `ALONE` of them while they ran nothing.
-        """
-        there = self._there(policy)
-        return frozenset(name for name, known in there if known.alone >= ALONE and now < known.until)
-
-    def since_answered(self, policy: Policy) -> frozenset[str]:
-        """Return the ids of those that have refused one since they last answered one."""
-        return frozenset(name for name, known in self._there(policy) if known.is_unanswered)
-
-    def takes(self, policy: Policy, now: float) -> Mapping[str, int]:
-        """Return, by id, up to how many sequences those that they have refused may go there.
-
-        At first, up to as many as ran there then. When it may have room for more, up to one more, and after
-        each further `REFUSED_S` up to twice as many more: a backend that still holds as few refuses one
-        request in that time, and one that holds more by now is soon full.
-        """
-        return {name: known.others + _more(now - known.until) for name, known in self._there(policy)}
-
     def last(self, policy: Policy) -> Mapping[str, Refusal]:
         """Return, by id, the last refusals of those at their URLs now."""
-        return dict(self._there(policy))
-
-    def _there(self, policy: Policy) -> Iterator[tuple[str, Refusal]]:
+        there: dict[str, Refusal] = {}
         for (name, url), known in self.known.items():
             backend = policy.backends.get(name)
             if backend is not None and backend.url == url:
-                yield name, known
+                there[name] = known
+        return there
 
 
 class Doubts:

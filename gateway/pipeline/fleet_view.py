@@ -14,7 +14,7 @@ from gateway.core.box_demand import servers
 from gateway.core.count_check import CountTracker
 from gateway.core.decision import Exclusion, Objection
 from gateway.core.health import NOT_PROBED, BackendStatus, State
-from gateway.core.load import UNLIMITED, Load
+from gateway.core.load import Load
 from gateway.core.policy import Policy, TrafficClass
 from gateway.core.request import Prefixes
 from gateway.core.selection import BackendView, unavailable_reason
@@ -113,9 +113,6 @@ class FleetView:
                 status = statuses.get(name, NOT_PROBED)
                 views[name] = BackendView(backend, load_of(name), status, held.get(name, 0.0))
         else:
-            now = self._clock.now()
-            refusing, takes = refusals.just_now(self.newest, now), refusals.takes(self.newest, now)
-            refusing_all = refusals.all_just_now(self.newest, now)
             for name, backend in backends.items():
                 views[name] = BackendView(
                     backend,
@@ -126,10 +123,10 @@ class FleetView:
                     kv_taken.get(name, 0),
                     long_waiting.get(name, 0),
                     objections.get(name),
-                    name in refusing,
-                    takes.get(name, UNLIMITED),
-                    refuses_all=name in refusing_all,
                 )
+            for name, refusal in refusals.last(self.newest).items():
+                if (view := views.get(name)) is not None:
+                    views[name] = _refusing(view, refusal, self._clock.now())
         for name, claims in offered.items():
             if (view := views.get(name)) is not None:
                 views[name] = replace(view, load=view.load + claims)
@@ -159,3 +156,8 @@ class FleetView:
             if status.state is State.UNKNOWN or unavailable_reason(policy.backends[name], status) is None:
                 return True
         return False
+
+
+def _refusing(view: BackendView, last: Refusal, now: float) -> BackendView:
+    """Return the view of a backend whose last refusal because of load is remembered."""
+    return replace(view, refuses=last.is_recent(now), takes=last.takes(now), refuses_all=last.is_of_all(now))

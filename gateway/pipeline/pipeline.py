@@ -373,7 +373,8 @@ class Pipeline:
         full = frozenset({name})
         if len(attempts) < policy.retry.attempts_max:
             return full
-        return full | self._failures.refusals.just_now(policy, self._clock.now())
+        now, last = self._clock.now(), self._failures.refusals.last(policy)
+        return full | {one for one, refusal in last.items() if refusal.is_recent(now)}
 
     def _others(self, place: Candidate) -> int:
         """Return how many sequences run on the backend of a request besides its own."""
@@ -396,8 +397,10 @@ class Pipeline:
             raise failure from None
         without = ticket.failed | {failed}
         if not context.policy.retry.allows_more(context.tries + 1, context.crashes):
-            after_all.refusing = self._failures.refusals.since_answered(context.policy) - without
-            without |= after_all.refusing
+            last = self._failures.refusals.last(context.policy)
+            refusing = frozenset(name for name, refusal in last.items() if refusal.is_unanswered)
+            after_all.refusing = refusing - without
+            without |= refusing
         held = self.view.held(context.policy, context.incoming.request.prefixes)
         return replace(ticket, failed=without, prefix_shares=held)
 
