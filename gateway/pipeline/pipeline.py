@@ -338,7 +338,8 @@ class Pipeline:
                 if isinstance(error, AnswerUnfit):
                     after_all.unfit |= {candidate.backend}
                 if full := self._full(context, candidate, error):
-                    ticket = replace(ticket, refused=ticket.refused | full)
+                    refused_after = context.attempts[-1].started_at
+                    ticket = self._waited(replace(ticket, refused=ticket.refused | full), refused_after)
                 else:
                     ticket = self._elsewhere(context, ticket, candidate.backend, after_all, failure)
             else:

@@ -740,6 +740,32 @@ async def test_who_is_refused_waits_no_longer_than_its_class_allows(world: World
     assert record.queue_s is None
 
 
+async def test_a_refusal_that_takes_long_is_part_of_the_wait(world: World) -> None:
+    """As that of a proxy that has waited for room itself."""
+    world.policy = patient(POLICY, 60.0)
+    world.pipeline.policy_changed()
+    world.fleet.known |= {name: BackendStatus(state=State.DOWN) for name in ("light-1", "push")}
+    ends, comes = anyio.Event(), anyio.Event()
+    world.answers(light_0=Script([ROLE + HELLO, ends, STOP + DONE]))
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(world.run, world.request())
+            await anyio.wait_all_tasks_blocked()
+            world.answers(light_0=replace(BUSY, steps=[comes, BUSY_ANSWER]))
+            tasks.start_soon(world.run_to_any_end, world.request())
+            await anyio.wait_all_tasks_blocked()
+            for more_s, has_ended in [(59.0, False), (2.0, True)]:
+                world.clock.time += more_s
+                comes.set()
+                world.pipeline.room.look()
+                await anyio.wait_all_tasks_blocked()
+                assert bool(world.notes.requests) == has_ended
+            ends.set()
+
+    record = world.notes.requests[0]
+    assert (record.status, record.error_code) == (429, "waited_too_long")
+
+
 async def test_who_is_refused_remembers_that_under_another_policy(world: World) -> None:
     async with refused_by_the_only_one(world) as ends:
         world.policy = replace(world.policy, version=f"{world.policy.version}-2")
