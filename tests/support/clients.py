@@ -6,12 +6,17 @@ from typing import Any
 import httpx
 import openai
 
+PATIENCE_S = 60.0
+"""For an answer, unless a test says otherwise. A choice: httpx waits 5 s, a busy machine may take more."""
+
 _TRUSTS_NOBODY = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def http(**options: Any) -> httpx.AsyncClient:
     """Return a client for URLs of http, whatever proxies the environment names."""
-    return httpx.AsyncClient(verify=_TRUSTS_NOBODY, trust_env=False, **options)
+    return httpx.AsyncClient(
+        **{"verify": _TRUSTS_NOBODY, "trust_env": False, "timeout": PATIENCE_S, **options}
+    )
 
 
 def sdk(limits: Any = openai.DEFAULT_CONNECTION_LIMITS, **options: Any) -> openai.AsyncOpenAI:
