@@ -30,7 +30,7 @@ from gateway.core.waiting import (
     WaitingLine,
     patient,
 )
-from gateway.core.waiting.drain import Drain
+from gateway.core.waiting.drain import STARTS_OVER_S, Drain
 from gateway.core.waiting.fairness import FINISH_SPARE, Entry, Shares
 from gateway.core.waiting.line import AGAIN_WAIT_S, EXPIRIES_SPARE, MOVED_WAIT_S
 from gateway.core.waiting.prefills import level
@@ -298,10 +298,10 @@ def test_what_started_without_a_turn_is_charged_as_after_one() -> None:
         site = Site(knee=1)
         for number in range(3):
             way(site, f"{number}", key="noisy", traffic_class=patient_class)
-            site.end(f"{number}", 0.1)
+            site.end(f"{number}", 100.0)
         assert site.line.tokens_started(1.0) == {("gemma", "chat", "noisy"): 600}
-        assert site.line.drains_per_s(0.1)["gemma", "chat"] is not None  # both ways count as starts
         in_turn(site, "busy", key="other", traffic_class=patient_class)
+        assert site.line.drains_per_s(0.0)["gemma", "chat"] == 3 / STARTS_OVER_S  # all ways count as starts
         for name in ("noisy", "quiet"):
             assert site.enter(name, key=name, traffic_class=patient_class) is None
         assert site.served(["noisy", "quiet"]) == ["quiet", "noisy"]
@@ -2130,6 +2130,21 @@ def test_before_anything_was_answered_nothing_is_forecast() -> None:
 
     assert site.line.drains_per_s(1000.0)["gemma", "chat"] is None
     assert ("gemma", "of which nobody came") not in site.line.drains_per_s(1000.0)
+
+
+def test_while_nothing_runs_no_slot_is_forecast() -> None:
+    """Who waits then does so for another reason, as after a refusal."""
+    site = Site(knee=2)
+    for name in ("a", "b"):
+        site.enter(name)
+    assert site.start() == ["a", "b"]
+    site.end("a", 2.0)
+    next_one = site.ticket("next", 2.0, refused=frozenset({"light"}))
+    assert site.line.drains_per_s(2.0)["gemma", "chat"] == 1 / 2.0
+    assert site.line.foresee(next_one, 2.0).refused is not None
+    site.end("b", 2.0)
+    assert site.line.foresee(next_one, 2.0).refused is None
+    assert site.line.drains_per_s(2.0)["gemma", "chat"] is None
 
 
 def test_who_is_next_is_refused_as_soon_as_it_found_no_place() -> None:

@@ -58,7 +58,9 @@ class Drain:
         running_min: float = 0.0,
         guests: Sequence[tuple["Drain", int]] = (),
     ) -> float | None:
-        """Return the combined rate in slots per second, or None before the first request has ended.
+        """Return the combined rate in slots per second; None before the first request has ended.
+
+        None, too, while nothing runs: who waits then does so for something else, as after a refusal.
 
         At least `running_min` requests are assumed to be running. `guests`: other classes, and how many of
         their requests are in the same slots.
@@ -76,10 +78,11 @@ class Drain:
         ended = sum(running / residence_s for running, residence_s in known)
         of_them = sum(running for running, _ in known)
         everything = max(running_min, sum(running for running, _ in stays))
+        if not everything:
+            return None
         if of_them:
             ended *= everything / of_them
         else:
             ended = everything / (sum(residence_s for _, residence_s in known) / len(known))
         started = (sum(drain._decayed(now) for drain in drains) - 1) / STARTS_OVER_S
-        best = max(started, ended)
-        return best if best > 0 else None
+        return max(started, ended)
