@@ -18,6 +18,7 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+import msgspec
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
 from litestar.types import Receive, Scope, Send
@@ -39,6 +40,7 @@ from support.world import (
 )
 
 from gateway.cohort import Cohort
+from gateway.core.backends import Timeouts
 from gateway.core.policy import Waiting
 from gateway.core.usage import Ending
 from gateway.downstream import guard, wire
@@ -223,9 +225,11 @@ async def test_a_stream_that_breaks_ends_with_an_error_that_says_so(way: str) ->
     assert got.is_whole
 
 
-async def test_a_stream_is_whole_whether_tokens_come_alone_or_in_pieces(way: str) -> None:
+@pytest.mark.parametrize("served", ["served", "gemma-4"], ids=["renamed", "same name"])
+async def test_a_stream_is_whole_whether_tokens_come_alone_or_in_pieces(way: str, served: str) -> None:
     tokens = [event(delta={"content": f"word {number}"}) for number in range(8)]
     pieces = [ROLE, *tokens, HELLO[:20], HELLO[20:], STOP]
+    pieces = [piece.replace(b'"served"', b'"%b"' % served.encode()) for piece in pieces]
 
     async def trickle(stream: SocketStream, asked: dict[str, Any]) -> None:
         await stream.send(STREAM_HEAD)
@@ -235,11 +239,27 @@ async def test_a_stream_is_whole_whether_tokens_come_alone_or_in_pieces(way: str
                 await anyio.lowlevel.checkpoint()
         await stream.send(chunk(DONE) + LAST_CHUNK)
 
-    async with front(way, trickle) as site, site.caller() as caller:
+    async with front(way, trickle, served=served) as site, site.caller() as caller:
         got = await caller.ask(post(chat(stream=True)))
 
     assert got.body == b"".join(pieces).replace(b'"served"', b'"gemma-4"') + DONE
     assert got.is_whole
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", chat(), "messages"),
+        ("/v1/completions", msgspec.json.encode({"model": "gemma-4", "prompt": "hello?"}), "prompt"),
+    ],
+)
+async def test_what_does_not_fit_is_named_as_its_caller_names_it(path: str, body: bytes, param: str) -> None:
+    estimates = Estimates(tokens=LIGHT.context_tokens)
+    async with front("direct", estimates=estimates) as site, site.caller() as caller:
+        got = await caller.ask(post(body, path=path))
+
+    assert (got.status, got.code) == (400, "context_length_exceeded")
+    assert json.loads(got.body)["error"]["param"] == param
 
 
 # ---------------------------------------------------------------- callers in a browser
@@ -478,6 +498,21 @@ async def test_what_is_not_a_request_ends_the_connection_behind_the_answers_befo
         assert len(site.backend.requests) == before
 
 
+async def test_nonsense_that_goes_on_does_not_come_before_the_answers_before_it(way: str) -> None:
+    is_over = anyio.Event()
+    async with front(way, ending_with(is_over)) as site, site.caller() as caller:
+        await caller.send(post(chat(stream=True)) + CHUNKED + b"zz\r\n")
+        head = await caller.head()
+        await caller.send(b"zz\r\n")
+        async with site.caller() as other:  # so that has been read
+            assert (await other.ask(post(b"["))).status == 400
+        is_over.set()
+
+        assert (await caller.rest_of(head)).body.endswith(DONE)
+        assert (await caller.answer()).status == 400
+        assert await caller.is_closed()
+
+
 async def test_a_caller_may_wait_to_be_told_to_go_on(way: str) -> None:
     request = post(chat(), "Expect: 100-continue")
     split = request.index(b"\r\n\r\n") + 4
@@ -571,6 +606,37 @@ async def test_a_head_that_does_not_come_breaks_off_no_answer(
 
         assert (await caller.rest_of(head)).is_whole
         assert (await caller.answer()).status == 408
+        assert await caller.is_closed()
+
+
+async def test_a_head_that_waits_to_be_read_is_not_late(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While requests wait for answers, what follows them is not read: it may have come long ago."""
+    monkeypatch.setattr(guard, "HEAD_WITHIN_S", 0.1)
+    is_over, request = anyio.Event(), post()
+    async with front(way, ending_with(is_over)) as site, site.caller() as caller:
+        await caller.send(2 * post(chat(stream=True)) + request[:20])
+        head = await caller.head()
+        await caller.send(request[20:])
+        async with site.caller() as silent:  # its time began later
+            assert (await silent.answer()).status == 408
+        monkeypatch.setattr(guard, "HEAD_WITHIN_S", 60.0)
+        await anyio.sleep(0.2)  # the time that runs now is over before, and the next is long enough
+        site.behave = oblige
+        is_over.set()
+
+        assert (await caller.rest_of(head)).is_whole
+        assert [(await caller.answer()).status for _ in range(2)] == [200, 200]
+
+
+async def test_a_head_that_does_not_come_is_given_up_behind_an_answer_too(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "HEAD_WITHIN_S", 0.1)
+    async with front(way) as site, site.caller() as caller:
+        assert (await caller.ask(post())).status == 200
+        got = await caller.ask(b"GET / HT")
+
+        assert (got.status, got.code, got.header("connection")) == (408, "request_timeout", "close")
         assert await caller.is_closed()
 
 
@@ -690,6 +756,7 @@ async def test_a_caller_that_leaves_in_its_body_is_recorded_as_that(way: str) ->
         assert [(one.ending, one.status) for one in site.notes.requests] == [(Ending.LEFT, LEFT_STATUS)]
         assert site.applications.serving.uploads.bytes == 0
         assert site.backend.requests == []
+        await site.eventually(lambda: not tasks_at_work())
 
 
 # ---------------------------------------------------------------- answers that come before the request
@@ -1057,6 +1124,7 @@ async def test_a_fault_before_the_answer_is_one_in_the_one_shape(
             got = await caller.ask(post())
             assert (got.status, got.code) == (status, code)
             assert b"fault" not in got.body
+            assert got.header("x-request-id") == site.notes.requests[-1].id
             if status == 503:
                 assert got.header("connection") == "close"
                 assert await caller.is_closed()
@@ -1247,6 +1315,21 @@ async def test_a_caller_that_reads_now_and_then_gets_everything(way: str) -> Non
         await site.idle()
 
 
+async def test_a_backend_that_is_silent_is_to_blame_though_its_caller_had_been_slow(way: str) -> None:
+    async def fall_silent(stream: SocketStream, _: dict[str, Any]) -> None:
+        await stream.send(STREAM_HEAD + b"".join(chunk(piece) for piece in (ROLE, *PIECES)))
+        await anyio.sleep_forever()
+
+    async with front(way, fall_silent, timeouts=Timeouts(idle_s=1.0)) as site, site.caller() as caller:
+        await caller.send(post(chat(stream=True)))
+        await site.eventually(lambda: is_stalled(site))
+        got = await caller.answer()
+
+        assert got.is_whole
+        assert b"did not send anything for 1 s" in got.body[-1_000:]
+        await site.idle()
+
+
 async def test_a_caller_that_reads_no_more_is_given_up(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.pipeline.caller.CALLER_STALL_S", 0.1)
     async with front(way, Flood()) as site, site.caller() as caller:
@@ -1426,6 +1509,24 @@ async def test_a_drain_waits_for_bodies(way: str, comes: bool) -> None:
             await is_drained.wait()
         assert site.notes.requests[1].ending is (Ending.COMPLETED if comes else Ending.LEFT)
         assert site.taken == (2 if way == "direct" else 0)
+
+
+async def test_a_drain_waits_for_a_body_beside_which_nothing_runs(way: str) -> None:
+    request, is_drained = post(), anyio.Event()
+    async with front(way) as site, site.caller() as caller, anyio.create_task_group() as tasks:
+
+        async def drain() -> None:
+            await site.applications.serving.drain()
+            is_drained.set()
+
+        await caller.send(request[:-5])
+        await site.eventually(lambda: site.applications.serving.uploads.bytes > 0)
+        tasks.start_soon(drain)
+        await anyio.wait_all_tasks_blocked()
+        assert not is_drained.is_set()
+        assert (await caller.ask(request[-5:])).status == 200
+        with anyio.fail_after(10):
+            await is_drained.wait()
 
 
 async def test_a_later_drain_waits_for_what_began_behind_the_first(way: str) -> None:
@@ -1630,6 +1731,26 @@ async def test_what_is_sent_waits_for_a_caller_that_reads_slowly(way: str) -> No
         got = await caller.answer()
 
     assert (got.body, got.is_whole) == (b"x" * 10_000_000 + b"yz", True)
+
+
+async def test_an_end_waits_for_a_caller_that_reads_slowly(way: str) -> None:
+    is_sent, is_over = anyio.Event(), anyio.Event()
+
+    async def answer(downstream: HttpDownstream) -> None:
+        await downstream.start(200, [])
+        await downstream.send(b"x" * 10_000_000)
+        is_sent.set()
+        await downstream.finish()
+        is_over.set()
+
+    async with answering(way, answer) as caller:
+        await caller.send(post())
+        await is_sent.wait()
+        await anyio.wait_all_tasks_blocked()
+        assert not is_over.is_set()
+        got = await caller.answer()
+
+        assert (len(got.body), got.is_whole) == (10_000_000, True)
 
 
 async def test_an_end_that_cannot_be_written_is_none(way: str, monkeypatch: pytest.MonkeyPatch) -> None:

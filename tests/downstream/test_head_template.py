@@ -316,9 +316,11 @@ async def test_a_timer_that_was_set_before_a_request_does_not_end_its_connection
         assert (await caller.ask(post(chat()))).status == 200
         timer = protocol_of(site).timeout_keep_alive_task
         assert timer is not None
-        for from_then_s in (-0.4, 0.1):
+        for from_then_s in (-0.4, 0.1, 0.3):
             await until(timer.when() + from_then_s)
             assert (await caller.ask(post(chat()))).status == 200
+        with pytest.raises(Closed):  # but it is closed in its own time
+            await caller.answer()
 
 
 async def test_a_connection_is_closed_when_it_was_idle_and_not_before(site: Front) -> None:

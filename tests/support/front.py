@@ -16,7 +16,7 @@ from anyio.abc import SocketStream
 
 from gateway.clock import SystemClock
 from gateway.cohort import Cohort
-from gateway.core.backends import Backend, Pool
+from gateway.core.backends import Backend, Pool, Timeouts
 from gateway.core.count_check import CountTracker
 from gateway.core.drift import DriftTracker
 from gateway.core.health import BackendStatus, State
@@ -145,8 +145,13 @@ async def front(
     waiting: Waiting = Waiting(),  # noqa: B008 - frozen
     estimates: Estimates | None = None,
     origins: Sequence[str] = (),
+    timeouts: Timeouts = Timeouts(),  # noqa: B008 - frozen
+    served: str = "served",
 ) -> AsyncIterator[Front]:
-    """Serve on a free port while the block runs; whatever is in flight then is cut."""
+    """Serve on a free port while the block runs; whatever is in flight then is cut.
+
+    `served`: the name by which the backend knows the model; callers call it "gemma-4".
+    """
     notes, ledger, clock = Notes(), MemoryLedger(), SystemClock()
     estimates = estimates or Estimates()
 
@@ -156,7 +161,7 @@ async def front(
     async with raw_server(answer) as backend:
         policy = Policy(
             models=(ModelPolicy(id="gemma-4", classes=(TrafficClass("chat", ("light",), waiting=waiting),)),),
-            pools={"light": Pool("light", ("b",))},
+            pools={"light": Pool("light", ("b",), timeouts=timeouts)},
             backends={"b": Backend("b", backend.url, LIGHT)},
         )
         cohort = Cohort()
@@ -166,7 +171,7 @@ async def front(
             policy=lambda: policy,
             estimator=estimates,
             ledger=ledger,
-            fleet=Fleet({"b": BackendStatus(state=State.UP, served_models=("served",))}),
+            fleet=Fleet({"b": BackendStatus(state=State.UP, served_models=(served,))}),
             upstream=upstream,
             prefixes=MemoryPrefixIndex(),
             drift=DriftTracker(),
