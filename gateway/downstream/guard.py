@@ -76,7 +76,6 @@ class GuardedProtocol(HttpToolsProtocol):
         self._read_bytes = 0  # of the data being parsed
         self._is_in_head = True
         self._has_ended = False  # whether a request has ended within the data being parsed
-        self._is_overfull = False  # too many requests were sent at once
         self._wants_upgrade = False  # the head is to be parsed again without its upgrade
         self._rest_at = 0  # where its head ended in the data
         self._head_timer: asyncio.TimerHandle | None = None
@@ -189,9 +188,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.head_is_complete()
         if self.has_refused():
             return
-        if self._is_overfull or len(self.pipeline) >= PIPELINED_MAX:
-            # What follows is added to the last of the requests that will never run.
-            self._is_overfull = True
+        if len(self.pipeline) >= PIPELINED_MAX:
             self.pipeline.clear()
             self.transport.abort()
         elif self.has_long_head():
@@ -367,7 +364,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def _head_overdue(self) -> None:
         self._head_timer = None
         if self.cycle is not None and not self.cycle.response_complete:
-            self._await_head()  # an answer is in progress, which an error would corrupt
+            self._await_head()  # it may have come already: what follows waiting requests is not read
         elif not self.transport.is_closing():
             self._refuse(RequestTimeout(f"No complete request arrived within {HEAD_WITHIN_S:g} s."))
 
