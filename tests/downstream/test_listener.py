@@ -274,6 +274,27 @@ async def test_a_request_that_is_arriving_is_not_what_has_been_idle_for_longest(
             assert (await arriving.receive()).startswith(b"HTTP/1.1 200")
 
 
+async def test_a_request_that_goes_on_arriving_is_as_old_as_its_first_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guard, "CONNECTIONS_MAX", 3)
+    monkeypatch.setattr(idle, "LEAST_S", 0.0)
+    async with (
+        listening() as port,
+        await anyio.connect_tcp("127.0.0.1", port) as arriving,
+        await anyio.connect_tcp("127.0.0.1", port) as other,
+        await anyio.connect_tcp("127.0.0.1", port) as last,
+    ):
+        await arriving.send(GET[:5])
+        await asked(other)  # so these bytes have been read
+        await arriving.send(GET[5:10])
+        await asked(last)
+        async with await anyio.connect_tcp("127.0.0.1", port) as new:
+            await asked(new, other, last)
+            with anyio.fail_after(10):
+                assert await everything(arriving) == b""
+
+
 async def test_an_answer_that_is_still_being_read_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closed, its connection would stay until all is read, for a minute at most: it makes no room."""
     monkeypatch.setattr(guard, "CONNECTIONS_MAX", 2)
