@@ -49,9 +49,6 @@ after which the routes that stream end their work."""
 READ_BYTES_MAX = 262_144
 """Maximum bytes that event loops read at once: asyncio's figure."""
 
-_OF_UPGRADES = frozenset({b"upgrade", b"http2-settings"})
-"""Headers, and values of `Connection`, that request a protocol upgrade."""
-
 
 class HeadTooLarge(InvalidRequest):
     """The request's headers are longer than any client sends."""
@@ -157,8 +154,7 @@ class GuardedProtocol(HttpToolsProtocol):
         To close it would free nothing while its caller is still reading the answer.
         """
         is_answering = self.cycle is not None and not self.cycle.response_complete
-        is_told = self._refusal is None or self._rest_timer is not None
-        if not is_told or is_answering or self.transport.is_closing():
+        if is_answering or self.transport.is_closing():
             return None
         return None if self.transport.get_write_buffer_size() else self._idle_since
 
@@ -302,12 +298,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Parse a request again without its upgrade; `rest` is the data after its head."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
-        for name, value in self.headers:
-            if name == b"connection":
-                wishes = (wish.strip() for wish in value.split(b","))
-                value = b", ".join(wish for wish in wishes if wish.lower() not in _OF_UPGRADES)
-            if name not in _OF_UPGRADES:
-                lines.append(b"%b: %b" % (name, value))
+        lines += [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
         self._wants_upgrade = False
         self.parser = self.new_parser()
         self.data_received(b"\r\n".join((*lines, b"", rest)))
