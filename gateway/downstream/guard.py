@@ -104,6 +104,9 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
+        # They refer to this protocol: else the memory of both would wait for the garbage collector.
+        self.cycle = self._running = None  # type: ignore[assignment]  # as uvicorn begins
+        self.pipeline.clear()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle

@@ -566,6 +566,7 @@ class _Connection(asyncio.Protocol):
         if self._error is None:
             self._error = self._loss()
             self._error.__cause__ = exc
+        del self._parser  # it refers to this object: else both would wait for the garbage collector
         self._wake()
 
     def pause_writing(self) -> None:

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import anyio
 import pytest
 from anyio.abc import SocketStream
 from support.front import WAYS, Behaviour, Front, Wire, chat, front, oblige, post
 from support.loops import on_uvloop
-from support.raw_server import STREAM_HEAD, answer_of, chunk
+from support.raw_server import LAST_CHUNK, STREAM_HEAD, answer_of, chunk
 from support.world import HELLO, ROLE, WHOLE, Estimates
 
 from gateway.core.policy import Waiting
@@ -177,3 +178,37 @@ async def test_the_bodies_of_those_that_are_turned_away_are_not_held(way: str) -
             held = tracemalloc.get_traced_memory()[0] - before
             tasks.cancel_scope.cancel()
     assert held < len(TEXT)
+
+
+MODELS = post(b"", line="GET /v1/models HTTP/1.1", length=None)
+CHUNKED = post(chunk(chat()), "Transfer-Encoding: chunked", length=None)
+
+LEFT: dict[str, tuple[bytes, Behaviour, int]] = {
+    "idle": (post(), oblige, 1),
+    "idle-for-asgi": (MODELS, oblige, 1),
+    "in-a-short-body": (post()[:-1], oblige, 0),
+    "in-a-long-body": (post(chat(**LONG))[:-1], oblige, 0),
+    "in-a-chunked-body": (CHUNKED, oblige, 0),
+    "waiting": (post(), be_silent, 0),
+    "with-more-behind": (CHUNKED + LAST_CHUNK + post() * 2, be_silent, 0),
+}
+"""How callers leave: what they have sent, what the backend does, and how many answers they read before."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sent, behave, answers", LEFT.values(), ids=LEFT)
+async def test_a_connection_is_not_held_when_it_is_over(
+    way: str, sent: bytes, behave: Behaviour, answers: int
+) -> None:
+    async with front(way, behave) as site:
+        connections = site.listener.server_state.connections
+        async with site.caller() as caller:
+            await caller.send(sent)
+            for _ in range(answers):
+                assert (await caller.answer()).status == 200
+            await site.eventually(lambda: len(connections) == 1)
+            (held,) = map(ref, connections)
+        await site.eventually(lambda: not connections)
+        await site.idle()
+        site.watched.taken.clear()
+        await site.eventually(lambda: held() is None)
