@@ -59,6 +59,19 @@ def test_every_error_code_is_documented_and_no_other() -> None:
     assert documented == (set(raised_codes()) | reasons) - {"abort"}
 
 
+def test_what_can_be_wrong_with_a_file_for_a_batch_is_documented() -> None:
+    source = (ROOT / "gateway" / "core" / "batches.py").read_text()
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    codes = {
+        ast.literal_eval(call.args[0])
+        for call in calls
+        if ast.unparse(call.func) in ("_Bad", "self._refused") and isinstance(call.args[0], ast.Constant)
+    }
+    page = (ROOT / "docs" / "batches.md").read_text()
+    assert codes
+    assert [code for code in sorted(codes) if f"`{code}`" not in page] == []
+
+
 def test_documented_statuses_are_those_of_the_code() -> None:
     kinds = [
         kind
