@@ -44,6 +44,12 @@ def raise_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def limit() -> int:
+    """Return how many files this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return ENOUGH if soft == resource.RLIM_INFINITY else soft
+
+
 def has_folder() -> bool:
     """Return whether the system says which files a process has open. This takes none itself."""
     return os.path.isdir(_FOLDER)

@@ -34,6 +34,11 @@ CONNECTIONS_MAX = 8_192
 """Maximum number of connections of a listener. A choice. For one more, an idle one is closed; without an idle
 one, it is told so, and closed."""
 
+FILES_SHARE = 0.5
+"""Share of the files that the process may have open: a listener has no more connections than that. A choice:
+a request in flight has another one, to its backend. If callers could take all, idle ones would lock out
+everybody else."""
+
 PIPELINED_MAX = 256
 """Maximum number of requests on one connection that wait for the answers before them. A choice: more than any
 client sends. A connection with more is dropped."""
@@ -85,7 +90,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept a connection, or reject it if there are too many, of which none is idle."""
         super().connection_made(transport)
-        is_full = len(self.connections) > CONNECTIONS_MAX
+        is_full = len(self.connections) > self._idle.connections_max
         if is_full and not self._idle.close_one(self.connections, self.loop.time()):
             self._refuse(OutOfResources("This gateway has too many connections.", retry_after_s=5))
         else:
@@ -387,7 +392,7 @@ class GuardedProtocol(HttpToolsProtocol):
         lines += [b"%b: %b\r\n" % pair for pair in (*headers, (b"connection", b"close"))]
         self.transport.write(b"".join((*lines, b"\r\n", body)))
         is_running = self.cycle is not None and not self.cycle.response_complete
-        if is_running or len(self.connections) > CONNECTIONS_MAX:
+        if is_running or len(self.connections) > self._idle.connections_max:
             self.transport.close()
         else:
             self.linger()

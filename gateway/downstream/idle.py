@@ -36,10 +36,15 @@ class Idle(Protocol):
 
 
 class IdleConnections:
-    """The connections of one listener that have been idle for longest, approximately."""
+    """The connections of one listener that have been idle for longest, approximately.
 
-    def __init__(self) -> None:
+    Attributes:
+        connections_max: How many the listener may have, idle or not.
+    """
+
+    def __init__(self, connections_max: int) -> None:
         """Know of none yet."""
+        self.connections_max = connections_max
         self._found: deque[tuple[float, ref[Idle]]] = deque()
         self._again_at = 0.0  # when it is worth looking again, after none was found
 

@@ -17,7 +17,7 @@ import anyio
 import uvicorn
 from litestar.types import ASGIApp
 
-from gateway import tcp
+from gateway import open_files, tcp
 from gateway.downstream import guard
 from gateway.downstream.direct import DirectProtocol
 from gateway.downstream.direct_call import Chats
@@ -55,7 +55,8 @@ class Listener(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, bound: socket.socket, chats: Chats | None = None) -> None:
         """Prepare to serve `app` on `bound`; ordinary chats are passed to `chats`."""
-        idle = IdleConnections()
+        self._connections_max = min(guard.CONNECTIONS_MAX, int(open_files.limit() * guard.FILES_SHARE))
+        idle = IdleConnections(self._connections_max)
         guarded = partial(GuardedProtocol, idle=idle)
         protocol = guarded if chats is None else partial(DirectProtocol, chats=chats, idle=idle)
         super().__init__(
@@ -82,7 +83,7 @@ class Listener(uvicorn.Server):
 
     def connections(self) -> tuple[int, int]:
         """Return how many connections it has, and how many it may have."""
-        return len(self.server_state.connections), guard.CONNECTIONS_MAX
+        return len(self.server_state.connections), self._connections_max
 
     async def run_until_stopped(self) -> None:
         """Serve until `cut`."""

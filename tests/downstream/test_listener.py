@@ -1,9 +1,10 @@
 """The listener over real sockets: malformed, oversized and slow requests, before there is a request."""
 
 import json
+import resource
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -336,7 +337,7 @@ async def test_connections_that_were_idle_a_moment_ago_are_looked_for_again() ->
     def closed(*connections: Connection) -> list[bool]:
         return [one.is_closed for one in connections]
 
-    of_port = idle.IdleConnections()
+    of_port = idle.IdleConnections(3)
     busy, first, second = Connection(None), Connection(10.0), Connection(10.5)
     every = (busy, second, first)
 
@@ -373,6 +374,21 @@ async def test_a_port_without_room_for_connections_is_logged_once(
             await second.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             assert (await second.receive()).startswith(b"HTTP/1.1 200")
         await said("connections_full", "connections_enough")
+
+
+@pytest.fixture
+def few_files() -> Iterator[int]:
+    """Yield how many files this process may have open during a test."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1000, limits[1]))
+    yield 1000
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_callers_do_not_get_all_the_files_that_a_process_may_have_open(few_files: int) -> None:
+    app = Litestar([hello], openapi_config=None, logging_config=None)
+    with bind("127.0.0.1", 0) as bound:
+        assert Listener(app, bound).connections() == (0, few_files // 2)
 
 
 def test_an_address_is_an_ip_or_a_name() -> None:
