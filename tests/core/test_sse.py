@@ -1,6 +1,7 @@
 """Streams as scripts: bytes in, bytes out, and what was learned. Cut at every byte."""
 
 import json
+import tracemalloc
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -413,3 +414,17 @@ def test_an_event_without_an_end_is_not_kept_for_ever() -> None:
 
     assert subject.fault is not None
     assert "no end" in subject.fault.message
+
+
+def test_choices_that_nobody_asked_for_take_no_memory(without_collector: None) -> None:
+    subject = reader()
+    subject.feed(event(choices=[{"index": 0, "delta": {"content": "hi"}}]))
+    endings = [event(choices=[{"index": at, "delta": {}, "finish_reason": "stop"}]) for at in range(20_000)]
+    tracemalloc.start()
+    for ending in endings:
+        subject.feed(ending)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert subject.is_complete
+    assert held < 100_000
