@@ -244,9 +244,7 @@ class StreamReader:
             if reason == ABORTED:
                 self.fault = BackendError("The engine aborted the request: it is stopping.", code=ABORTED)
                 return
-            if (
-                reason is not None and not self.is_complete
-            ):  # once it is, a backend may name any number of others
+            if reason is not None and not self.is_complete:  # then a backend may name any number of others
                 index = choice.get("index")
                 self._finished.add(index if isinstance(index, int) else 0)
             self.has_content = self.has_content or reason is not None or _has_content(choice)
