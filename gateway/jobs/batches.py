@@ -115,6 +115,7 @@ class BatchRunner:
             with self._scope:
                 async with anyio.create_task_group() as tasks:
                     while True:
+                        await checkpoint_if_cancelled()
                         claim = await self._next()
                         if claim is None:
                             await anyio.sleep(self._rules.look_s)

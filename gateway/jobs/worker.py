@@ -25,6 +25,7 @@ from typing import Protocol, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
+from anyio.lowlevel import checkpoint_if_cancelled
 
 from gateway.core.errors import (
     NOTHING_RAN,
@@ -246,6 +247,7 @@ class Worker:
             own = filter(self._can_run_lane, self._own_lanes(queue.lanes, serving))
             ahead = Counter(claim.job.new.lane for claim in self._claims.values() if not claim.is_admitted)
             open_lanes = [name for name in own if ahead[name] < self._rules.ahead_max]
+            await checkpoint_if_cancelled()  # commands of the store cannot be cancelled
             job = await self._claimed(open_lanes, serving)
             if job is None:
                 await self._changed()

@@ -363,6 +363,29 @@ async def test_a_runner_stops_between_two_lines_although_the_next_could_follow_a
     assert (await world.take(world.open())).number == 1
 
 
+async def test_a_runner_that_is_stopped_as_it_takes_a_batch_takes_no_more(world: BatchWorld) -> None:
+    """It would take what it lets go, again and again, if that takes less time than to take it."""
+
+    class Counted(RedisBatches):
+        takes = 0
+
+        async def take(self) -> BatchClaim | None:
+            self.takes += 1
+            if self.takes > 1:
+                await anyio.sleep_forever()
+            claim = await super().take()
+            life.cancel_scope.cancel()
+            return claim
+
+    await make(world, jsonl(1))
+    batches = Counted(world.url, prefix=world.prefix, command_s=10.0)
+    async with anyio.create_task_group() as life:
+        life.start_soon(BatchRunner(batches, world.files, world.jobs, read_line, RULES).run)
+    assert batches.takes == 1
+    assert await world.open().take() is not None
+    await batches.aclose()
+
+
 class SlowFiles(RedisFiles):
     """Files of which each piece takes longer to come than a lease lasts, unless that is renewed."""
 

@@ -725,6 +725,34 @@ async def test_a_worker_that_ends_returns_a_job_of_which_it_has_not_heard(world:
     assert ends == [AttemptOutcome.RETURNED]
 
 
+async def test_a_worker_that_is_stopped_as_it_claims_a_job_claims_no_more(world: JobWorld) -> None:
+    """It would claim what it gives back, again and again, if that takes less time than to claim."""
+
+    class Counted(RedisJobs):
+        claims = 0
+
+        async def claim(self, *args: Any) -> Job | None:
+            self.claims += 1
+            if self.claims > 1:
+                await anyio.sleep_forever()
+            job = await super().claim(*args)
+            life.cancel_scope.cancel()
+            return job
+
+    store = Counted(world.url, prefix=world.prefix, command_s=10.0)
+    await submit(store, "a", "b")
+    async with anyio.create_task_group() as life:
+        worker = Worker(store, "w", read, Backend(Held(0)).run, RULES, serves, tokens_of)
+        life.start_soon(worker.run)
+    jobs = [await store.get(id) for id in "ab"]
+    assert [(job.status, job.attempt, job.failures) for job in jobs if job] == [
+        (JobStatus.QUEUED, 1, 0),
+        (JobStatus.QUEUED, 0, 0),
+    ]
+    assert store.claims == 1
+    await store.aclose()
+
+
 async def test_a_worker_that_drains_takes_jobs_as_long_as_callers_wait_for_them(world: JobWorld) -> None:
     rules, needs = replace(RULES, look_s=1000.0), True  # it is woken
     store, held = world.open(), Held(3)
