@@ -61,6 +61,20 @@ async def test_an_answer_waits_while_too_much_of_it_is_unwritten() -> None:
     assert store.chunks == [(0, True, TOO_MUCH), (1, False, TOO_MUCH)]
 
 
+async def test_a_store_that_is_away_is_not_asked_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.jobs.answer_writer.AGAIN_S", 1000.0)
+    store = Store(StoreUnavailable("away"), True)
+    store.may.set()
+    writer = writer_to(store)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(writer.run)
+        await writer.send(b"1")
+        await store.asked.wait()
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+    assert store.chunks == []
+
+
 @pytest.mark.parametrize("answer", [False, ValueError("a gap")], ids=["lost", "gap"])
 async def test_an_answer_that_cannot_be_written_any_more_does_not_wait(answer: bool | Exception) -> None:
     store = Store(answer)

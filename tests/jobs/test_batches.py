@@ -24,6 +24,7 @@ from gateway.core.batches import Batch, BatchClaim, BatchLine, BatchSnapshot, Ba
 from gateway.core.errors import AtCapacity, ModelNotFound, StoreUnavailable
 from gateway.core.jobs import Chunk, Job, JobError, JobPriority, JobStatus, NewJob
 from gateway.jobs import BatchRules, BatchRunner
+from gateway.jobs.batches import SUBMITTED_MAX
 from gateway.store.batches import RedisBatches
 from gateway.store.files import RedisFiles
 from gateway.store.jobs import RedisJobs
@@ -278,6 +279,31 @@ async def test_a_store_that_does_not_answer_for_a_line_costs_no_line(world: Batc
     assert (batch.completed, batch.failed) == (3, 0)
 
 
+async def test_a_job_that_is_tried_again_is_not_looked_at_before_it_ends(world: BatchWorld) -> None:
+    class Retried(RedisJobs):
+        loads = 0
+
+        async def load(self, job_id: str) -> Job | None:
+            self.loads += 1
+            await self.retry(job_id)
+            return await super().load(job_id)
+
+    await make(world, jsonl(1))
+    jobs = Retried(world.url, prefix=world.prefix, command_s=10.0)
+    runner = BatchRunner(world.open(), world.files, jobs, read_line, RULES)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(runner.run)
+        with anyio.fail_after(WITHIN_S):
+            while (job := await jobs.claim("w", [LANE], 3, "c")) is None:
+                await anyio.lowlevel.checkpoint()
+            await jobs.finish(
+                job.id, job.claim, JobStatus.FAILED, JobError("job_poisoned", "It was given up.")
+            )
+            assert await is_asked_once(lambda: jobs.loads, world.redis)
+        await runner.stop()
+    await jobs.aclose()
+
+
 async def test_a_job_that_is_tried_again_as_it_is_collected_is_waited_for(world: BatchWorld) -> None:
     class Retried(RedisJobs):
         loads = 0
@@ -386,6 +412,33 @@ async def test_a_runner_that_is_stopped_as_it_takes_a_batch_takes_no_more(world:
     await batches.aclose()
 
 
+async def test_a_batch_ends_with_its_lines_even_if_the_last_ones_are_submitted_together(
+    world: BatchWorld,
+) -> None:
+    await make(world, jsonl(SUBMITTED_MAX).rstrip())
+    async with running(world, rules=replace(RULES, queued_max=2 * SUBMITTED_MAX)), working(world):
+        batch = await ended(world)
+    assert (batch.completed, batch.failed) == (SUBMITTED_MAX, 0)
+
+
+async def test_a_batch_that_meets_a_fault_of_ours_is_resumed(
+    world: BatchWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = Counter[int]()
+
+    async def read(batch: Batch, line: BatchLine) -> NewJob:
+        asked[line.number] += 1
+        if line.number == 2 and asked[2] == 1:
+            raise ZeroDivisionError
+        return await read_line(batch, line)
+
+    await make(world, jsonl(3))
+    async with working(world), running(world, read, batches=world.open(lease_s=0.5)):
+        batch = await ended(world)
+    assert (batch.completed, batch.failed) == (3, 0)
+    assert "batch batch_1 failed inside the gateway; it will be resumed" in caplog.messages
+
+
 class SlowFiles(RedisFiles):
     """Files of which each piece takes longer to come than a lease lasts, unless that is renewed."""
 
@@ -472,6 +525,21 @@ class FilesAtWhoseEndSomebodyCancels(RedisFiles):
         if not piece:
             await self._others.cancel("batch_1")
         return piece
+
+
+async def test_a_line_whose_answer_cannot_be_read_says_so(
+    world: BatchWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def read(batch: Batch, line: BatchLine) -> NewJob:
+        return replace(await read_line(batch, line), body=b"{}")  # without a model
+
+    await make(world, jsonl(1))
+    async with working(world), running(world, read):
+        batch = await ended(world)
+    (line,) = await world.lines(batch.error_file_id)
+    assert line["response"]["status_code"] == 502
+    assert line["response"]["body"]["error"]["message"] == "The answer cannot be read."
+    assert [text.partition(": ")[2] for text in caplog.messages] == ["its answer cannot be read"]
 
 
 async def test_a_line_of_whose_answer_the_store_has_lost_some_says_so(world: BatchWorld) -> None:

@@ -50,6 +50,18 @@ async def test_what_cannot_be_revoked_now_is_tried_again_behind_the_others(
     assert [text.split()[0] for text in caplog.messages] == ["a", "c"]
 
 
+async def test_a_store_that_is_away_is_not_asked_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(revoking, "AGAIN_S", 1000.0)
+    revocations, store = Revocations(), Store(a=1)
+    revocations.add("a", store)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(revocations.run)
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+
+    assert (store.asked, revocations.waiting) == (["a"], 1)
+
+
 def test_of_more_than_can_be_remembered_the_oldest_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(revoking, "KEPT_MAX", 2)
     revocations = Revocations()

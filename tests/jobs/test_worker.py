@@ -392,13 +392,22 @@ async def test_a_worker_that_is_stopped_writes_what_it_has_received(
     await store.aclose()
 
 
-async def test_a_job_that_was_lost_as_it_ended_has_not_ended_here(world: JobWorld) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [None, StreamBroken("It broke."), InvalidRequest("It has no place.")],
+    ids=["answered", "breaks", "refused-by-us"],
+)
+async def test_a_job_that_was_lost_as_it_ended_has_not_ended_here(
+    world: JobWorld, error: Exception | None
+) -> None:
     store, ends = world.open(), list[AttemptEnd]()
 
     async def before(asked: Asked, number: int) -> None:
-        if number == AFTER_END and asked.job.attempt == 1:
-            await until_stored(store, "a", ANSWER, is_whole=True)
+        if number == (AFTER_END if error is None else 0) and asked.job.attempt == 1:
+            await until_stored(store, "a", "" if error else ANSWER, is_whole=error is None)
             await store.cancel("a")
+            if error is not None:
+                raise error
 
     await submit(store, "a")
     worker = Worker(store, "w", read, Backend(before).run, RULES, serves, tokens_of, on_attempt=ends.append)
@@ -677,33 +686,43 @@ async def test_a_worker_that_drains_finishes_what_has_begun_and_gives_back_the_r
         await lasts_until(held.go, worker.wait_idle, world)
         assert worker.running == 0
     jobs = {id: await store.get(id) for id in "abcd"}
-    assert {id: (job.status.value, job.attempt, job.failures) for id, job in jobs.items() if job} == {
-        "a": ("completed", 1, 0),
-        "b": ("queued", 1, 0),
-        "c": ("queued", 1, 0),
-        "d": ("queued", 0, 0),
+    assert {
+        id: (job.status.value, job.attempt, job.failures, job.retry_at) for id, job in jobs.items() if job
+    } == {
+        "a": ("completed", 1, 0, 0),
+        "b": ("queued", 1, 0, 0),
+        "c": ("queued", 1, 0, 0),
+        "d": ("queued", 0, 0, 0),
     }
     outcomes = {end.job.id: end.outcome for end in ends}
     returned = AttemptOutcome.RETURNED
     assert outcomes == {"a": AttemptOutcome.ENDED, "b": returned, "c": returned}
 
 
+@pytest.mark.parametrize("ids", ["a", ""], ids=["one", "none"])
 @pytest.mark.parametrize("how", ["drained", "stopped"])
-async def test_a_worker_that_ends_returns_a_job_of_which_it_has_not_heard(world: JobWorld, how: str) -> None:
+async def test_a_worker_that_ends_returns_a_job_of_which_it_has_not_heard(
+    world: JobWorld, how: str, ids: str
+) -> None:
     is_claimed, ends = anyio.Event(), list[AttemptOutcome]()
 
     class Deaf(RedisJobs):
-        """Does not hear which job it got, and is not asked again before the worker is to end."""
+        """Does not hear whether it got a job, and is not asked again before the worker is to end."""
 
         async def claim(self, worker: str, *args: Any) -> Job | None:
             job = await super().claim(worker, *args)
-            if job is not None and not is_claimed.is_set():
-                self._tokens[worker] = job.claim
+            if not is_claimed.is_set():
+                if job is not None:
+                    self._tokens[worker] = job.claim
                 is_claimed.set()
                 if how == "stopped":
                     life.cancel_scope.cancel()
                 raise StoreUnavailable("Its reply is lost.")
             return job
+
+        async def give_back(self, job_id: str, claim: str, **options: Any) -> bool:
+            await world.redis.ping()
+            return await super().give_back(job_id, claim, **options)
 
     store = Deaf(world.url, prefix=world.prefix, command_s=10.0)
     backend = Backend(Held(0))
@@ -711,18 +730,21 @@ async def test_a_worker_that_ends_returns_a_job_of_which_it_has_not_heard(world:
         *(store, "w", read, backend.run, RULES, serves, tokens_of),
         on_attempt=lambda end: ends.append(end.outcome),
     )
-    await submit(store, "a")
+    await submit(store, *ids)
     async with anyio.create_task_group() as life:
         life.start_soon(worker.run)
         await is_claimed.wait()
         worker.drain()
         with anyio.fail_after(WITHIN_S):
             await worker.wait_idle()
+        assert ends == [AttemptOutcome.RETURNED] * len(ids)
         life.cancel_scope.cancel()
-    job = await store.get("a")
+    jobs = [await store.get(id) for id in ids]
     await store.aclose()
-    assert job is not None and (job.status, job.attempt, job.failures) == (JobStatus.QUEUED, 1, 0)
-    assert ends == [AttemptOutcome.RETURNED]
+    assert [(job.status, job.attempt, job.failures, job.retry_at) for job in jobs if job] == [
+        (JobStatus.QUEUED, 1, 0, 0) for _ in ids
+    ]
+    assert ends == [AttemptOutcome.RETURNED] * len(ids)
 
 
 async def test_a_worker_that_is_stopped_as_it_claims_a_job_claims_no_more(world: JobWorld) -> None:
@@ -804,6 +826,35 @@ async def test_a_worker_that_drains_can_wait_for_answers_that_callers_stay_conne
         "awaited-too": ("queued", 1),
         "b": ("queued", 1),
     }
+
+
+async def test_a_worker_for_which_callers_wait_no_more_notices_it_when_it_is_waited_for(
+    world: JobWorld,
+) -> None:
+    store, is_needed, has_looked = world.open(), True, anyio.Event()
+
+    class Waiting(RedisJobs):
+        async def waiting(self, wait_s: float) -> Collection[tuple[str, int]]:
+            if worker.is_draining:
+                has_looked.set()
+            return await super().waiting(wait_s)
+
+    here = Waiting(world.url, prefix=world.prefix, command_s=10.0)
+    rules = replace(RULES, look_s=1000.0)
+    # The store's `run` would wake it too.
+    worker = Worker(here, "w", read, Backend(Held(3)).run, rules, serves, tokens_of)
+    await submit(store, "a")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(worker.run)
+        await until_stored(store, "a", "".join(WORDS[:3]))
+        worker.drain(lambda: is_needed)
+        with anyio.fail_after(WITHIN_S):
+            await has_looked.wait()
+            is_needed = False
+            await worker.wait_unawaited()
+        assert worker.running == 1
+        tasks.cancel_scope.cancel()
+    await here.aclose()
 
 
 # ------------------------------------------------------------------ the store stops
@@ -1023,16 +1074,22 @@ async def test_jobs_of_a_model_that_a_worker_has_not_wait_for_one_that_has_it(
     both = Serving("new", frozenset({"m", "new"}))
     await store.submit(NewJob(id="a", key="alice", lane="new/light", body=BODY), QUOTA)
     await submit(store, "b")
+    held = await other.claim("other", ["new/light"], 3)
+    assert held is not None
 
     async with working(store, Backend(), serves=lambda: Serving("old", frozenset(models))):
         await ended(store, "b")
+        assert not _told(caplog, "jobs_left_alone")  # somebody has it
+        await other.give_back(held.id, held.claim, attempts_max=3)
+        await submit(store, "c")
+        await ended(store, "c")
         waits = await store.get("a")
         assert waits is not None
-        assert (waits.status, waits.attempt, waits.position) == (JobStatus.QUEUED, 0, 1)
+        assert (waits.status, waits.attempt, waits.position) == (JobStatus.QUEUED, 1, 1)
         async with working(other, Backend(), "other", serves=lambda: both):
             assert (await ended(store, "a")).worker == "other"
-        await submit(store, "c")
-        await ended(store, "c")  # it has seen by then that nothing is left to others
+        await submit(store, "e")
+        await ended(store, "e")  # it has seen by then that nothing is left to others
 
         await store.submit(NewJob(id="d", key="alice", lane="new/light", body=BODY), QUOTA)
         with anyio.fail_after(WITHIN_S):

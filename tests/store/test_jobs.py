@@ -888,6 +888,19 @@ async def test_many_who_wait_look_more_rarely_as_long_as_messages_come(
     assert (alone, told, jobs._poll_s()) == (1.0, 4.0, 1.0)
 
 
+async def test_who_waits_looks_at_once_when_messages_end(
+    world: JobWorld, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"POLL_S": 0.05, "POLLS_PER_S": 0.001, "AGAIN_S": 1000.0}.items():
+        monkeypatch.setattr(f"gateway.store.jobs.{name}", value)
+    await world.submit(jobs, "a")
+    async with listening(jobs), anyio.create_task_group() as tasks:
+        tasks.start_soon(waits, jobs, "a", 0)
+        await is_heard(world, "a")
+        await world.redis.client_kill_filter(_type="pubsub")
+        await world.open().cancel("a")
+
+
 async def test_any_number_of_waiters_takes_one_connection(
     world: JobWorld, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1016,6 +1029,10 @@ async def test_a_model_is_served_elsewhere_under_another_configuration(jobs: Job
     assert not await jobs.is_served_elsewhere("m", "small")
     assert await jobs.is_served_elsewhere("m", "large")
     assert not await jobs.is_served_elsewhere("n", "large")
+    for worker in "xy":
+        await jobs.beat(worker, [], Serving("small", frozenset({"m"})))
+    await jobs.beat("z", [], Serving("large", frozenset({"m"})))
+    assert await jobs.is_served_elsewhere("m", "small")
 
 
 async def test_find_is_newest_first_by_key_and_by_status(world: JobWorld, jobs: Jobs) -> None:
@@ -1490,3 +1507,18 @@ async def test_a_server_that_may_forget_jobs_is_warned_of(
     assert caplog.records == []
     await jobs.aclose()
     await redis.aclose()
+
+
+async def test_a_server_that_was_away_at_first_is_warned_of_when_it_is_back(
+    stoppable: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gateway.store.jobs.AGAIN_S", 0.05)
+    stoppable.kill()
+    jobs = Jobs(stoppable.url)
+    async with listening(jobs):  # it has found the server away
+        await anyio.to_thread.run_sync(stoppable.start)
+        with anyio.fail_after(WITHIN_S):
+            while not caplog.messages:
+                await anyio.lowlevel.checkpoint()
+    assert caplog.messages == ["the job store may lose jobs when it restarts: its appendonly is off"]
+    await jobs.aclose()
