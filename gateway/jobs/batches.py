@@ -336,10 +336,8 @@ class BatchRunner:
 
     async def _stop_jobs(self, claim: BatchClaim, snapshot: BatchSnapshot) -> None:
         """Cancel running jobs; they are collected like any others."""
-        for number, line in enumerate(await self._batches.running(claim.batch.id)):
+        for line in await self._batches.running(claim.batch.id):
             await checkpoint_if_cancelled()
-            if number % SUBMITTED_MAX == 0:
-                await self._batches.look(claim)  # renews the lease
             if await self._jobs.cancel(line.job_id) is None:
                 written = _unanswered(claim.batch, snapshot, line, None)
                 await self._batches.collect(claim, line.job_id, written, is_answer=False)

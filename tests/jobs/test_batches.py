@@ -371,6 +371,26 @@ async def test_a_fleet_that_cannot_say_now_is_not_asked_all_the_time(world: Batc
             assert await is_asked_once(lambda: asked, world.redis)
 
 
+@pytest.mark.parametrize("question", ["take", "look"])
+async def test_a_store_that_is_away_is_not_asked_all_the_time(
+    world: BatchWorld, monkeypatch: pytest.MonkeyPatch, question: str
+) -> None:
+    monkeypatch.setattr("gateway.jobs.batches.AGAIN_S", LONG_S)
+    batches, asked = world.open(), 0
+
+    async def away(*args: Any) -> None:
+        nonlocal asked
+        asked += 1
+        await anyio.lowlevel.checkpoint()
+        raise StoreUnavailable("It is away.")
+
+    monkeypatch.setattr(batches, question, away)
+    await make(world, jsonl(1))
+    async with running(world, rules=replace(RULES, taken_max=1, look_s=0.0), batches=batches):
+        with anyio.fail_after(WITHIN_S):
+            assert await is_asked_once(lambda: asked, world.redis)
+
+
 async def test_a_runner_stops_between_two_lines_although_the_next_could_follow_at_once(
     world: BatchWorld,
 ) -> None:

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import anyio
 import pytest
@@ -45,6 +45,7 @@ from gateway.core.errors import (
 )
 from gateway.core.job_answers import answer_so_far
 from gateway.core.jobs import (
+    AfterRefusal,
     AttemptEnd,
     AttemptOutcome,
     Beginning,
@@ -60,6 +61,7 @@ from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Incoming
 from gateway.store.jobs import RedisJobs
 
+T = TypeVar("T")
 WITHIN_S = 20.0
 RULES = WorkerRules(beat_s=0.1, look_s=0.1, retry_s=0.01, retry_max_s=0.02)
 TESTS = Path(__file__).parent.parent
@@ -421,7 +423,13 @@ async def test_a_job_that_was_lost_as_it_ended_has_not_ended_here(
 
 
 @pytest.mark.parametrize(
-    ("error", "outcome"), [(None, AttemptOutcome.ENDED), (StreamBroken("It broke."), AttemptOutcome.POISONED)]
+    ("error", "outcome"),
+    [
+        (None, AttemptOutcome.ENDED),
+        (StreamBroken("It broke."), AttemptOutcome.POISONED),
+        (InvalidRequest("It has no place."), AttemptOutcome.ENDED),
+    ],
+    ids=["answered", "breaks", "refused-by-us"],
 )
 async def test_a_job_whose_last_reply_is_lost_is_not_lost_to_the_heartbeat_that_comes_first(
     world: JobWorld, error: Exception | None, outcome: AttemptOutcome
@@ -443,7 +451,10 @@ async def test_a_job_whose_last_reply_is_lost_is_not_lost_to_the_heartbeat_that_
         async def give_back(self, *args: Any, **options: Any) -> bool:
             return await self._once_more(super().give_back, *args, **options)
 
-        async def _once_more(self, tell: Callable[..., Awaitable[bool]], *args: Any, **options: Any) -> bool:
+        async def refuse(self, *args: Any, **options: Any) -> AfterRefusal | None:
+            return await self._once_more(super().refuse, *args, **options)
+
+        async def _once_more(self, tell: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
             told = await tell(*args, **options)
             if not self.finds_it_gone.is_set():
                 await self.finds_it_gone.wait()
@@ -808,13 +819,14 @@ async def test_a_worker_that_drains_can_wait_for_answers_that_callers_stay_conne
         elif number == 3 or asked.job.id == "awaited-too":
             await anyio.sleep_forever()
 
+    backend = Backend(before)
     await submit(store, "awaited", "b")
-    async with working(store, Backend(before), rules=rules) as worker:
+    async with working(store, backend, rules=rules) as worker:
         for id in ("awaited", "b"):
             await until_stored(store, id, "".join(WORDS[:3]))
         await submit(store, "awaited-too")
         with anyio.fail_after(WITHIN_S):
-            while worker.running < 3:
+            while len(backend.asked) < 3:
                 await anyio.lowlevel.checkpoint()
         worker.drain()
         assert worker.awaited == 1
@@ -1171,7 +1183,9 @@ async def test_a_job_that_every_configuration_refuses_ends_with_the_refusal(worl
     assert sum(asked) == 1 + RULES.attempts_max  # the first was left to the other
 
 
-async def test_a_job_whose_request_every_configuration_refuses_ends_with_the_refusal(world: JobWorld) -> None:
+async def test_a_job_whose_request_every_configuration_refuses_ends_with_the_refusal(
+    world: JobWorld, caplog: pytest.LogCaptureFixture
+) -> None:
     def reads(job: Job, body: bytes) -> Incoming:
         raise InvalidRequest("Images have to come as `data:` URLs.")
 
@@ -1181,6 +1195,7 @@ async def test_a_job_whose_request_every_configuration_refuses_ends_with_the_ref
         job = await ended(store, "a")
     assert job.error == JobError("invalid_request", "Images have to come as `data:` URLs.")
     assert (job.attempt, len(backend.asked)) == (RULES.attempts_max, 0)
+    assert [fields["attempt"] for fields in _told(caplog, "job_attempt_failed")] == [1, 2]
 
 
 async def test_a_configuration_that_is_given_up_is_not_waited_for(world: JobWorld) -> None:
@@ -1371,7 +1386,10 @@ async def test_every_attempt_is_told_of(
     assert job.status is not JobStatus.QUEUED
 
 
-async def test_a_job_that_was_taken_away_is_told_of(world: JobWorld) -> None:
+async def test_a_job_that_was_taken_away_is_told_of(
+    world: JobWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gateway.jobs")
     store, ends = world.open(), list[AttemptEnd]()
     await submit(store, "a")
     async with working(store, Backend(Held(3)), on_attempt=ends.append) as worker:
@@ -1381,6 +1399,7 @@ async def test_a_job_that_was_taken_away_is_told_of(world: JobWorld) -> None:
             while worker.running:
                 await anyio.lowlevel.checkpoint()
     assert [(end.beginning, end.outcome) for end in ends] == [(Beginning.NEW, AttemptOutcome.LOST)]
+    assert _told(caplog, "job_lost") == [{"event": "job_lost", "id": "a", "lane": "m/light"}]
 
 
 def _told(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:

@@ -16,7 +16,9 @@ from gateway.core.facts import STARTED_MAX, Attempts, Blocked, Facts, Learned, R
 from gateway.core.health import State, Verdict
 from gateway.core.load import Load
 from gateway.ports import Slot
+from gateway.store.connections import StoreAway
 from gateway.store.facts import BYTES_MAX, REASON_CHARS_MAX, Exchange, PeerFacts, decode, encode
+from gateway.store.leases import HeartbeatReply
 from gateway.store.redis import RedisLedger
 
 FULL = Facts(
@@ -328,6 +330,30 @@ async def test_what_is_urgent_is_heard_at_once(store: Store, connect: Connect) -
         here.ledger.exchange.publish_now()
         await there.hears({here.ledger.owner: FULL})
         tasks.cancel_scope.cancel()
+
+
+async def test_what_is_urgent_and_was_not_sent_is_heard_at_once_when_it_is(
+    store: Store, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = Gateway(connect(store, refresh_s=0.05)), Gateway(connect(store, refresh_s=600.0))
+    heartbeat, lost = here.ledger._leases.heartbeat, list[str]()
+
+    async def lose_first(facts: str, *, is_urgent: bool) -> HeartbeatReply:
+        if is_urgent and not lost:
+            lost.append(facts)
+            raise StoreAway("cut off")
+        return await heartbeat(facts, is_urgent=is_urgent)
+
+    monkeypatch.setattr(here.ledger._leases, "heartbeat", lose_first)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(there.ledger.run)
+        tasks.start_soon(here.ledger.run)
+        await there.hears({here.ledger.owner: saying()})
+        here.facts = FULL
+        here.ledger.exchange.publish_now()
+        await there.hears({here.ledger.owner: FULL})
+        tasks.cancel_scope.cancel()
+    assert lost
 
 
 async def test_a_gateway_that_is_gone_stops_counting_and_leaves_nothing(

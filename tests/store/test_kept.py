@@ -475,6 +475,19 @@ async def test_who_does_not_hear_any_more_uses_nothing_unasked(
     await store.redis.aclose()
 
 
+async def test_who_is_cut_off_from_messages_alone_keeps_nothing(store: Store, quiet: Connect) -> None:
+    here = quiet()
+    async with running(store, here):
+        await take(here, 20)
+        await store.redis.client_kill_filter(_type="pubsub")
+        with anyio.fail_after(WITHIN_S):
+            while (slot := here.acquire_at_once("b", CHAT, LIMITS)) is not None:
+                await here.release(slot)
+                await anyio.lowlevel.checkpoint()
+        await take(here)
+        assert not (await store.accounts())[here.owner].keeps
+
+
 async def test_of_a_backend_that_takes_turns_nothing_is_kept(store: Store, quiet: Connect) -> None:
     here = quiet(takes_turns=["b"])
     async with running(store, here):
