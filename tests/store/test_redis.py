@@ -611,6 +611,20 @@ async def test_everything_is_counted_again_after_a_key_was_evicted(store: Store,
     assert await store.sums() == Load()
 
 
+async def test_who_finds_one_account_lost_has_all_counted_again_at_once(
+    store: Store, connect: Connect
+) -> None:
+    here = connect(store, **NO_LOOKS, takes_turns=["a", "b"])
+    async with running(here):
+        assert isinstance(await here.acquire("a", CLAIM, LIMITS), Slot)
+        await take(here)
+        await store.lose()
+        await take(here)
+        with anyio.fail_after(WITHIN_S):
+            while here.owner not in await store.accounts("a"):
+                pass
+
+
 async def test_what_was_done_alone_is_told_by_the_next_synchronisation(
     store: Store, connect: Connect
 ) -> None:
