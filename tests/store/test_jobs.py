@@ -1359,6 +1359,18 @@ async def test_a_claim_may_be_asked_for_again_long_after(world: JobWorld) -> Non
     assert await world.redis.ttl(world.key("claimed", "w")) > 600
 
 
+async def test_what_is_left_of_a_claim_whose_job_was_deleted_by_hand_goes_with_it(
+    world: JobWorld, jobs: Jobs
+) -> None:
+    await world.submit(jobs, "a")
+    await world.claim(jobs)
+    (stream,) = await world.streams()
+    await world.lose_worker_of("a")
+    await world.redis.delete(world.key("job", "a"))
+    await jobs.beat("w", [], NO_MODELS)
+    assert await world.redis.xlen(stream) == 0
+
+
 async def test_a_dead_worker_s_jobs_are_found_behind_many_others(world: JobWorld, jobs: Jobs) -> None:
     ids = [f"{number}" for number in range(2_100)]
     await world.submit(jobs, *ids, "dead")
