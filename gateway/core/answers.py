@@ -18,6 +18,9 @@ from gateway.core.value import valueclass
 ABORTED = "abort"
 """The finish_reason of an aborted answer: the engine is stopping, or was told to abort it."""
 
+REFUSED_FOR_LOAD = frozenset({408, 429, 503})
+"""Statuses of a backend that has no room for a request now."""
+
 _OVERLONG = re.compile(
     r"maximum context length|max_model_len|context window|available context size|the model's context length",
     re.IGNORECASE,
@@ -171,7 +174,7 @@ def verdict(
         return UpstreamFailed(
             f"The backend does not serve this route or model (status {status})."
         ), Outcome.MISCONFIGURED
-    if status in (408, 429, 503):
+    if status in REFUSED_FOR_LOAD:
         again_s = 1 if retry_after_s is None else retry_after_s
         message = "The backend refused the request because of load."
         return UpstreamBusy(message, retry_after_s=again_s), Outcome.BUSY

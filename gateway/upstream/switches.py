@@ -18,6 +18,7 @@ from typing import Any
 import anyio
 
 from gateway.core import canary
+from gateway.core.answers import REFUSED_FOR_LOAD
 from gateway.core.backends import Backend
 from gateway.core.canary import Canary
 from gateway.core.value import valueclass
@@ -36,7 +37,7 @@ GONE_S = 30.0
 """How long a server may continue to answer after it was stopped. A choice: it frees its memory meanwhile."""
 
 LOOK_S = 0.25
-"""Interval for checking that. A choice: a swap takes minutes."""
+"""Interval for checking that, and for asking a full server its canary. A choice: a swap takes minutes."""
 
 
 @valueclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ class BoxSwitch:
         try:
             model = member.backend.model or await _served(member)
             question = canary.body(member.canary, model)
-            answer = await _of(member, "POST", "/v1/chat/completions", member.canary.timeout_s, question)
+            answer = await _once_not_full(member, question)
         except Failed as failure:
             if member.backend.model is not None and str(failure) == "HTTP 404":
                 return f"HTTP 404: it does not serve {member.backend.model}"
@@ -281,6 +282,26 @@ async def _served(member: Member) -> str:
         return str(json.loads(page)["data"][0]["id"])
     except (ValueError, RecursionError, KeyError, IndexError, TypeError):
         raise Failed("/v1/models: no list of models") from None
+
+
+async def _once_not_full(member: Member, question: bytes) -> bytes:
+    """Return the answer to a canary request. Raises Failed.
+
+    A server that refuses it because of load is asked again until the time for it is over: the server may be
+    full of what it got before this gateway started, or from others, which is no sign of a bad boot.
+    """
+    timeout_s = member.canary.timeout_s
+    last = Failed(f"no answer in {timeout_s:g} s")
+    with anyio.move_on_after(timeout_s):
+        while True:
+            try:
+                return await _of(member, "POST", "/v1/chat/completions", timeout_s, question)
+            except Failed as failure:
+                if failure.status not in REFUSED_FOR_LOAD:
+                    raise
+                last = failure
+            await anyio.sleep(LOOK_S)
+    raise last
 
 
 async def _of(

@@ -260,6 +260,26 @@ async def test_the_canary_is_asked_with_the_servers_own_key_and_its_answer_judge
         assert await switch(member(way, server.url)).ask("qwen") == "HTTP 500"
 
 
+async def test_a_server_that_refuses_the_canary_because_it_is_full_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that holds few requests, and had some when the gateway started: it answers as well as before."""
+    monkeypatch.setattr(switches, "LOOK_S", 0.0)
+    way = ByCommand(Command(["true"]), Command(["true"]))
+    refusals = [answer(f"{status} Busy") for status in (503, 429, 408)]
+    async with answering(*refusals, says("It is 42.")) as server:
+        assert await switch(member(way, server.url)).ask("qwen") == ""
+    async with answering(refusals[0], answer("500 Oh")) as server:
+        assert await switch(member(way, server.url)).ask("qwen") == "HTTP 500"
+
+
+async def test_a_server_that_goes_on_refusing_its_canary_fails_it_when_its_time_is_over() -> None:
+    way = ByCommand(Command(["true"]), Command(["true"]))
+    async with answering(answer("503 Busy")) as server:
+        impatient = replace(member(way, server.url), canary=replace(CANARY, timeout_s=0.3))
+        assert await switch(impatient).ask("qwen") in {"HTTP 503", "no answer in 0.3 s"}
+
+
 async def test_a_server_that_came_up_with_another_model_is_found_out() -> None:
     async with answering(answer("404 Not Found")) as server:
         way = ByCommand(Command(["true"]), Command(["true"]))
