@@ -653,8 +653,10 @@ BUSY = Script([BUSY_ANSWER], status=503)
 
 
 @asynccontextmanager
-async def refused_by_the_only_one(world: World) -> AsyncIterator[anyio.Event]:
-    """Have light-0 run one request, up to the event, and refuse the next; the others are down."""
+async def refused_by_the_only_one(
+    world: World, comes: anyio.Event | None = None
+) -> AsyncIterator[anyio.Event]:
+    """Have light-0 run one request, up to the event, and refuse the next, once `comes`; others are down."""
     world.policy = patient(POLICY, 60.0)
     world.pipeline.policy_changed()
     world.fleet.known |= {name: BackendStatus(state=State.DOWN) for name in ("light-1", "push")}
@@ -664,7 +666,7 @@ async def refused_by_the_only_one(world: World) -> AsyncIterator[anyio.Event]:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(world.run, world.request())
             await anyio.wait_all_tasks_blocked()
-            world.answers(light_0=BUSY)
+            world.answers(light_0=BUSY if comes is None else replace(BUSY, steps=[comes, BUSY_ANSWER]))
             arrival = Arrival("refused", 1_000_000.0, 10.0)
             tasks.start_soon(partial(world.run_to_any_end, world.request(), arrival=arrival))
             await anyio.wait_all_tasks_blocked()
@@ -742,25 +744,15 @@ async def test_who_is_refused_waits_no_longer_than_its_class_allows(world: World
 
 async def test_a_refusal_that_takes_long_is_part_of_the_wait(world: World) -> None:
     """As that of a proxy that has waited for room itself."""
-    world.policy = patient(POLICY, 60.0)
-    world.pipeline.policy_changed()
-    world.fleet.known |= {name: BackendStatus(state=State.DOWN) for name in ("light-1", "push")}
-    ends, comes = anyio.Event(), anyio.Event()
-    world.answers(light_0=Script([ROLE + HELLO, ends, STOP + DONE]))
-    with anyio.fail_after(10):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(world.run, world.request())
+    comes = anyio.Event()
+    async with refused_by_the_only_one(world, comes) as ends:
+        for more_s, has_ended in [(59.0, False), (2.0, True)]:
+            world.clock.time += more_s
+            comes.set()
+            world.pipeline.room.look()
             await anyio.wait_all_tasks_blocked()
-            world.answers(light_0=replace(BUSY, steps=[comes, BUSY_ANSWER]))
-            tasks.start_soon(world.run_to_any_end, world.request())
-            await anyio.wait_all_tasks_blocked()
-            for more_s, has_ended in [(59.0, False), (2.0, True)]:
-                world.clock.time += more_s
-                comes.set()
-                world.pipeline.room.look()
-                await anyio.wait_all_tasks_blocked()
-                assert bool(world.notes.requests) == has_ended
-            ends.set()
+            assert bool(world.notes.requests) == has_ended
+        ends.set()
 
     record = world.notes.requests[0]
     assert (record.status, record.error_code) == (429, "waited_too_long")
@@ -811,22 +803,12 @@ async def test_who_has_been_refused_often_does_not_ask_all_the_others_that_refus
 
 async def test_who_is_refused_beside_one_that_has_ended_meanwhile_asks_again(world: World) -> None:
     """Its own refusal is still under way then, and says nothing of a backend that runs nothing."""
-    world.policy = patient(POLICY, 60.0)
-    world.pipeline.policy_changed()
-    world.fleet.known |= {name: BackendStatus(state=State.DOWN) for name in ("light-1", "push")}
-    ends, comes = anyio.Event(), anyio.Event()
-    world.answers(light_0=Script([ROLE + HELLO, ends, STOP + DONE]))
-    with anyio.fail_after(10):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(world.run, world.request())
-            await anyio.wait_all_tasks_blocked()
-            world.answers(light_0=replace(BUSY, steps=[comes, BUSY_ANSWER]))
-            tasks.start_soon(world.run_to_any_end, world.request())
-            await anyio.wait_all_tasks_blocked()
-            ends.set()
-            await anyio.wait_all_tasks_blocked()
-            world.answers(light_0=GOOD)
-            comes.set()
+    comes = anyio.Event()
+    async with refused_by_the_only_one(world, comes) as ends:
+        ends.set()
+        await anyio.wait_all_tasks_blocked()
+        world.answers(light_0=GOOD)
+        comes.set()
     assert world.notes.requests[-1].ending is Ending.COMPLETED
 
 
