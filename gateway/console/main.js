@@ -73,7 +73,10 @@ function follow() {
 async function failed() {
   const refused = events;
   refused.close();
-  const why = await ask("admin/live").then(() => "what answers is not the gateway", (problem) => problem.message);
+  const why = await ask("admin/live").then(
+    (said) => (/^(event:|$)/.test(said) ? NO_ANSWER : "what answers is not the gateway"), // a gateway that stops ends it
+    (problem) => problem.message,
+  );
   if (events === refused) away(why);
 }
 

@@ -317,7 +317,8 @@ class Pipeline:
                 if to_ask := after_all.to_ask(shed):
                     ticket = self._waited(replace(ticket, failed=ticket.failed - to_ask), entered_at)
                     continue
-                if failure is None or isinstance(shed, AtCapacity | Draining):
+                is_own = isinstance(shed, Draining) or (isinstance(shed, AtCapacity) and context.lacks_slot)
+                if failure is None or is_own:
                     self._check_fit_now(context, ticket, shed)
                     raise
                 # No backend is left to try, so the last backend's failure says more than "no backend".
@@ -370,7 +371,7 @@ class Pipeline:
         is_try = takes_others and (others <= 0 or any(one.backend == name for one in attempts[:-1]))
         if is_try and not policy.retry.allows_more(context.tries, context.crashes):
             return _NO_BACKENDS
-        context.waits_on(is_try=is_try)
+        context.waits_on(is_try=is_try, lacks_slot=others > 0)
         full = frozenset({name})
         if len(attempts) < policy.retry.attempts_max:
             return full

@@ -33,6 +33,8 @@ class RequestContext:
         unreported: Failed attempts not yet reported to the fleet, because the request may be at fault.
         crashes: How many attempts crashed an engine.
         refusals: How many attempts were refused because of load, and do not count: the request waited on.
+        lacks_slot: Whether the request, if it waits, waits for a slot: False if a backend that runs nothing
+            has refused it.
         usage: Token usage as the backend reported it.
         keep_alive: Sends SSE comments while the request waits; None if it does not send any.
         is_answered: Whether the response has begun, after which no other backend can take over.
@@ -50,6 +52,7 @@ class RequestContext:
     served_by: Candidate | None = None
     crashes = 0
     refusals = 0
+    lacks_slot = True
     usage: Usage | None = None
     keep_alive: KeepAlive | None = None
     is_answered = False
@@ -81,15 +84,17 @@ class RequestContext:
     def admitted(self, at: float) -> None:
         """Note that the request was given a slot at `at` (monotonic seconds)."""
         self.admitted_at = self.admitted_at or at
+        self.lacks_slot = True
         if self._on_admitted is not None:
             self._on_admitted(True)
 
-    def waits_on(self, *, is_try: bool) -> None:
+    def waits_on(self, *, is_try: bool, lacks_slot: bool) -> None:
         """Note that the last attempt was refused because of load, and the request is still waiting.
 
         `is_try`: whether that attempt counts against the most that it may have.
         """
         self.refusals += not is_try
+        self.lacks_slot = lacks_slot
         self.admitted_at = None
         if self._on_admitted is not None:
             self._on_admitted(False)

@@ -31,8 +31,8 @@ def notes(
     guessed = sum(past.is_guessed and past.entry.past.ending is not Ending.REJECTED for past in pasts)
     if guessed:
         yield (
-            f"{guessed} of {len(pasts)} requests were not completed: their answers are assumed to be as long "
-            "as the median of their class"
+            f"{guessed} of {len(pasts)} answers were not completed, or came without usage: they are assumed "
+            "to be as long as the median of their class"
         )
     out = sum(any(why in _OUT for why in entry.past.out.values()) for entry in decided)
     if out:

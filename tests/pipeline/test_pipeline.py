@@ -825,6 +825,19 @@ async def test_who_comes_before_a_backend_has_noted_an_end_asks_again(world: Wor
     assert world.notes.requests[-1].ending is Ending.COMPLETED
 
 
+async def test_who_is_refused_by_a_backend_that_runs_nothing_is_told_so(world: World) -> None:
+    """Also after a wait, as it had answered another: that no slot became free would be untrue."""
+    async with refused_by_the_only_one(world) as ends:
+        world.answers(light_0=BUSY)
+        ends.set()
+        await anyio.wait_all_tasks_blocked()
+        world.clock.time += 60.0
+        world.pipeline.room.look()
+
+    record = next(one for one in world.notes.requests if one.id == "refused")
+    assert (record.status, record.error_code, len(record.attempts)) == (503, "upstream_busy", 2)
+
+
 async def test_what_is_refused_where_others_end_is_not_asked_for_ever(world: World) -> None:
     """As streams, by one that takes none: whoever else has ended there says nothing of them."""
     most = POLICY.retry.attempts_max

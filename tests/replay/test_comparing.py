@@ -174,7 +174,7 @@ def test_what_was_refused_and_would_be_let_in_is_counted(logged: Logged, configu
         (
             [line(1), line(2, ending=Ending.FAILED, tokens_out=None)],
             {},
-            "1 of 2 requests were not completed",
+            "1 of 2 answers were not completed, or came without usage",
         ),
         ([line(1, out={"push": "unhealthy"})], {}, "1 requests arrived while a backend was out"),
         (
