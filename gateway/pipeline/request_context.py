@@ -33,8 +33,8 @@ class RequestContext:
         unreported: Failed attempts not yet reported to the fleet, because the request may be at fault.
         crashes: How many attempts crashed an engine.
         refusals: How many attempts were refused because of load, and do not count: the request waited on.
-        lacks_slot: Whether the request, if it waits, waits for a slot: False if a backend that runs nothing
-            has refused it.
+        lacks_slot: Whether the request, if it waits, waits for a slot: False if the last backend for which it
+            waits on has refused it while it ran nothing.
         usage: Token usage as the backend reported it.
         keep_alive: Sends SSE comments while the request waits; None if it does not send any.
         is_answered: Whether the response has begun, after which no other backend can take over.
@@ -84,7 +84,6 @@ class RequestContext:
     def admitted(self, at: float) -> None:
         """Note that the request was given a slot at `at` (monotonic seconds)."""
         self.admitted_at = self.admitted_at or at
-        self.lacks_slot = True
         if self._on_admitted is not None:
             self._on_admitted(True)
 
