@@ -322,7 +322,7 @@ class Gateway:
             policy=lambda: self.policy,
             line=line,
             journal=self.journal,
-            is_leaving=lambda: not self._readiness_for_operators()["not_draining"],
+            is_leaving=self._is_leaving,
             clock=self.clock,
         )
         console = Console(live)
@@ -452,13 +452,16 @@ class Gateway:
         return {"a_backend_is_up": up or self.boxes.can_serve_later}
 
     def _readiness_for_operators(self) -> Mapping[str, bool]:
-        if self.settings.is_job_worker and self.jobs is not None and self.jobs.worker is not None:
-            return {
-                **self.readiness(),
-                "not_draining": not self.jobs.worker.is_draining,
-                "the_store_of_jobs_answers": self.jobs.store_answers,
-            }
-        return {**self.readiness(), "not_draining": not self.applications.serving.is_leaving}
+        found = {**self.readiness(), "not_draining": not self._is_leaving()}
+        if self.settings.is_job_worker and self.worker is not None and self.jobs is not None:
+            found["the_store_of_jobs_answers"] = self.jobs.store_answers
+        return found
+
+    def _is_leaving(self) -> bool:
+        """Return whether it is about to stop: a process that runs jobs and nothing else, or any other."""
+        if self.settings.is_job_worker and self.worker is not None:
+            return self.worker.is_draining
+        return self.applications.serving.is_leaving
 
     @property
     def worker(self) -> "Worker | None":

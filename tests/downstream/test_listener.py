@@ -253,17 +253,26 @@ async def test_the_longest_idle_connection_makes_room_for_a_new_one(
                     assert (await busy.receive()).startswith(b"HTTP/1.1 200")
 
 
-async def test_a_request_that_is_arriving_is_not_what_has_been_idle_for_longest(
+@asynccontextmanager
+async def three_of_three(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> AsyncIterator[tuple[int, SocketStream, SocketStream, SocketStream]]:
+    """Yield a port and all the connections that it may have; for one more, an idle one is closed at once."""
     monkeypatch.setattr(guard, "CONNECTIONS_MAX", 3)
     monkeypatch.setattr(idle, "LEAST_S", 0.0)
     async with (
         listening() as port,
-        await anyio.connect_tcp("127.0.0.1", port) as arriving,
-        await anyio.connect_tcp("127.0.0.1", port) as longest,
-        await anyio.connect_tcp("127.0.0.1", port) as last,
+        await anyio.connect_tcp("127.0.0.1", port) as first,
+        await anyio.connect_tcp("127.0.0.1", port) as second,
+        await anyio.connect_tcp("127.0.0.1", port) as third,
     ):
+        yield port, first, second, third
+
+
+async def test_a_request_that_is_arriving_is_not_what_has_been_idle_for_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with three_of_three(monkeypatch) as (port, arriving, longest, last):
         await asked(arriving, longest)
         await arriving.send(GET[:10])
         await asked(last)  # so these bytes have been read
@@ -278,14 +287,7 @@ async def test_a_request_that_is_arriving_is_not_what_has_been_idle_for_longest(
 async def test_a_request_that_goes_on_arriving_is_as_old_as_its_first_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(guard, "CONNECTIONS_MAX", 3)
-    monkeypatch.setattr(idle, "LEAST_S", 0.0)
-    async with (
-        listening() as port,
-        await anyio.connect_tcp("127.0.0.1", port) as arriving,
-        await anyio.connect_tcp("127.0.0.1", port) as other,
-        await anyio.connect_tcp("127.0.0.1", port) as last,
-    ):
+    async with three_of_three(monkeypatch) as (port, arriving, other, last):
         await arriving.send(GET[:5])
         await asked(other)  # so these bytes have been read
         await arriving.send(GET[5:10])

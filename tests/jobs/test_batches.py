@@ -279,6 +279,22 @@ async def test_a_store_that_does_not_answer_for_a_line_costs_no_line(world: Batc
     assert (batch.completed, batch.failed) == (3, 0)
 
 
+@asynccontextmanager
+async def job_given_up(world: BatchWorld, jobs: RedisJobs) -> AsyncIterator[None]:
+    """Have the job of a batch of one line fail, which a runner collects from `jobs` from then on."""
+    await make(world, jsonl(1))
+    runner = BatchRunner(world.open(), world.files, jobs, read_line, RULES)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(runner.run)
+        with anyio.fail_after(WITHIN_S):
+            while (job := await jobs.claim("w", [LANE], 3, "c")) is None:
+                await anyio.lowlevel.checkpoint()
+        await jobs.finish(job.id, job.claim, JobStatus.FAILED, JobError("job_poisoned", "It was given up."))
+        yield
+        await runner.stop()
+    await jobs.aclose()
+
+
 async def test_a_job_that_is_tried_again_is_not_looked_at_before_it_ends(world: BatchWorld) -> None:
     class Retried(RedisJobs):
         loads = 0
@@ -288,20 +304,10 @@ async def test_a_job_that_is_tried_again_is_not_looked_at_before_it_ends(world: 
             await self.retry(job_id)
             return await super().load(job_id)
 
-    await make(world, jsonl(1))
     jobs = Retried(world.url, prefix=world.prefix, command_s=10.0)
-    runner = BatchRunner(world.open(), world.files, jobs, read_line, RULES)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(runner.run)
+    async with job_given_up(world, jobs):
         with anyio.fail_after(WITHIN_S):
-            while (job := await jobs.claim("w", [LANE], 3, "c")) is None:
-                await anyio.lowlevel.checkpoint()
-            await jobs.finish(
-                job.id, job.claim, JobStatus.FAILED, JobError("job_poisoned", "It was given up.")
-            )
             assert await is_asked_once(lambda: jobs.loads, world.redis)
-        await runner.stop()
-    await jobs.aclose()
 
 
 async def test_a_job_that_is_tried_again_as_it_is_collected_is_waited_for(world: BatchWorld) -> None:
@@ -323,20 +329,10 @@ async def test_a_job_that_is_tried_again_as_it_is_collected_is_waited_for(world:
         async def all_chunks(self, job_id: str) -> Sequence[Chunk]:
             return () if self.loads == 1 else await super().all_chunks(job_id)
 
-    await make(world, jsonl(1))
-    jobs = Retried(world.url, prefix=world.prefix, command_s=10.0)
-    runner = BatchRunner(world.open(), world.files, jobs, read_line, RULES)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(runner.run)
-        with anyio.fail_after(WITHIN_S):
-            while (job := await jobs.claim("w", [LANE], 3, "c")) is None:
-                await anyio.lowlevel.checkpoint()
-        await jobs.finish(job.id, job.claim, JobStatus.FAILED, JobError("job_poisoned", "It was given up."))
+    async with job_given_up(world, Retried(world.url, prefix=world.prefix, command_s=10.0)):
         batch = await ended(world)
-        await runner.stop()
     (line,) = await world.lines(batch.output_file_id)
     assert line["response"]["body"]["choices"][0]["message"]["content"] == "r1"
-    await jobs.aclose()
 
 
 async def test_a_fleet_that_cannot_say_now_is_asked_again(world: BatchWorld) -> None:
