@@ -189,7 +189,7 @@ class UpstreamResponse(Protocol):
         """Return the next bytes received, or b"" at the end of the body.
 
         Raises:
-            UpstreamFailed: the connection broke before the end of the body.
+            UpstreamFailed: the connection broke before the end of the body, or what came is not HTTP.
         """
 
     async def read_whole(self, bytes_max: int) -> bytes:

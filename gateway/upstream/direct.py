@@ -460,7 +460,7 @@ class _Connection(asyncio.Protocol):
             if self._is_complete:
                 return b""
             if self._error is not None:
-                raise UpstreamFailed("The connection to the backend broke.") from self._error
+                raise UpstreamFailed(str(self._error)) from self._error
             await self._news()
         parts = self._parts
         data = parts[0] if len(parts) == 1 else b"".join(parts)
@@ -484,7 +484,7 @@ class _Connection(asyncio.Protocol):
             self._read_on()  # if more had arrived before than may be buffered
             while self._take is not None and (self._parts or not self._is_complete):
                 if self._error is not None and not self._parts:
-                    raise UpstreamFailed("The connection to the backend broke.") from self._error
+                    raise UpstreamFailed(str(self._error)) from self._error
                 await self._news()
             if self._take_error is not None:
                 raise self._take_error

@@ -567,6 +567,18 @@ async def test_a_connection_that_breaks_mid_body_is_a_failure() -> None:
             await response.read()
 
 
+@pytest.mark.usefixtures("only_direct")
+@pytest.mark.parametrize("is_poured", [False, True], ids=["read", "poured"])
+async def test_what_is_not_http_within_a_body_is_said_to_be_that(is_poured: bool) -> None:
+    async with serving(always(STREAM_HEAD + b"no chunk\r\n")) as (_, upstream, target):
+        async with upstream.open(target, Timeouts()) as response:
+            with pytest.raises(UpstreamFailed, match="not HTTP"):
+                if is_poured:
+                    await response.stream_to(lambda _: True)
+                else:
+                    await whole(response)
+
+
 @pytest.mark.parametrize("host", ["a..b", "a" * 300])
 async def test_a_host_that_can_have_no_address_is_unreachable(host: str) -> None:
     async with client_of(f"http://{host}:8000") as (upstream, target):
@@ -944,7 +956,7 @@ async def test_trailers_without_an_end_are_given_up(opening: bytes, more: bytes,
 
     async with serving(answer) as (_, upstream, target):
         async with upstream.open(target, Timeouts()) as response:
-            with pytest.raises(UpstreamFailed):
+            with pytest.raises(UpstreamFailed, match="headers .* too long"):
                 if is_poured:
                     await response.stream_to(lambda _: True)
                 else:
