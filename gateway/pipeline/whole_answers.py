@@ -5,7 +5,11 @@ from typing import Annotated, Any
 import msgspec
 
 from gateway.core.answers import TOKENS_MAX, Answer, read_answer
+from gateway.core.decoding import decode
 from gateway.core.usage import Usage
+
+MEMBER_BYTES_MAX = 1024 * 1024
+"""Maximum bytes of an error, or of a usage. A choice: it has room for an error that quotes a long prompt."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=TOKENS_MAX)]
 
@@ -22,7 +26,7 @@ class _Usage(msgspec.Struct):
     completion_tokens_details: _Details | None = None
 
 
-class _Finished(msgspec.Struct):
+class _Finished(msgspec.Struct, gc=False):
     finish_reason: str
 
 
@@ -36,19 +40,22 @@ class _Ordinary(msgspec.Struct):
     object: str | None = None
 
 
-class _Choice(msgspec.Struct):
-    finish_reason: Any = None
+class _Choice(msgspec.Struct, gc=False):
+    finish_reason: str | float | bool | None
+
+
+_NULL = msgspec.Raw(b"null")
 
 
 class _Whole(msgspec.Struct):
     """The members that are read; msgspec skips the rest without allocating it."""
 
-    error: Any = None
-    detail: Any = None
-    object: Any = None
-    message: Any = None
+    error: msgspec.Raw = _NULL
+    detail: msgspec.Raw = _NULL
+    object: msgspec.Raw = _NULL
+    message: msgspec.Raw = _NULL
     choices: list[_Choice] | None = None
-    usage: Any = None
+    usage: msgspec.Raw = _NULL
 
 
 _UNFIT = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -61,9 +68,9 @@ def read_whole(body: bytes) -> Answer | None:
     try:
         whole = _decode_ordinary(body)
     except _UNFIT:
-        return read_answer(decode_answer(body))
+        return read_by_member(body)
     if whole.object == "error":
-        return read_answer(decode_answer(body))
+        return read_by_member(body)
     usage = whole.usage
     prompt, completion = usage.prompt_tokens_details, usage.completion_tokens_details
     return Answer(
@@ -78,9 +85,32 @@ def read_whole(body: bytes) -> Answer | None:
     )
 
 
-def decode_answer(body: bytes) -> object:
-    """Return the members of a non-streamed answer that the gateway reads; None if it is not a JSON object."""
+def read_by_member(body: bytes) -> Answer | None:
+    """Return an answer that need not be an ordinary one, as `read_whole`.
+
+    Every choice must have a `finish_reason`, and no other member that is read may be long. Otherwise, a body
+    of 60 MB could take 5 GB to decode, and hold up the event loop for 12 s.
+    """
     try:
-        return msgspec.to_builtins(_decode_whole(body))
+        whole = _decode_whole(body)
+        members = {
+            "error": _decoded(whole.error),
+            "detail": _decoded(whole.detail),
+            "object": _decoded(whole.object),
+            "message": _decoded(whole.message),
+            "usage": _decoded(whole.usage),
+        }
     except _UNFIT:
         return None
+    answer = read_answer({**members, "choices": None if whole.choices is None else []})
+    if answer is None:
+        return None
+    reasons: list[Any] = [choice.finish_reason for choice in whole.choices or ()]
+    return Answer(answer.error, tuple(reasons), answer.usage)
+
+
+def _decoded(member: msgspec.Raw) -> object:
+    """Return the value of a member. Raises ValidationError if it is too long."""
+    if len(memoryview(member)) > MEMBER_BYTES_MAX:
+        raise msgspec.ValidationError("a member is too long")
+    return decode(member)

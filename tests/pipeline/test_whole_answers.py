@@ -1,5 +1,6 @@
 """Reading an ordinary answer at once finds what reading it member by member does."""
 
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.answers import TOKENS_MAX, read_answer
-from gateway.pipeline.whole_answers import decode_answer, read_whole
+from gateway.pipeline.whole_answers import MEMBER_BYTES_MAX, read_by_member, read_whole
 
 COUNTS = st.sampled_from([0, 7, -1, TOKENS_MAX, TOKENS_MAX + 1, 2**70, 1.0, True, None, "3"])
 DETAILS = st.none() | st.dictionaries(st.sampled_from(["cached_tokens", "reasoning_tokens"]), COUNTS)
@@ -44,7 +45,7 @@ UNUSUAL: st.SearchStrategy[Any] = st.sampled_from([None, "", "error", {}, {"mess
 def test_both_ways_of_reading_agree(answer: dict[str, Any]) -> None:
     body = msgspec.json.encode(answer)
 
-    assert read_whole(body) == read_answer(decode_answer(body))
+    assert read_whole(body) == read_by_member(body)
 
 
 def test_what_is_not_an_answer_is_none() -> None:
@@ -84,3 +85,33 @@ def test_an_answer_that_holds_an_error_is_no_ordinary_one(more: bytes) -> None:
 def test_an_answer_that_cannot_be_decoded_is_none(value: bytes) -> None:
     assert read_whole(b'{"usage":%s' % value) is None
     assert read_whole(b'{"choices":[{"finish_reason":%s' % value) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"choices":[%s{}]}' % (b"{}," * 300_000),
+        b'{"choices":[%s{"finish_reason":0}]}' % (b'{"finish_reason":0},' * 150_000),
+        b'{"choices":[{"finish_reason":"stop"}],"usage":[%s[]]}' % (b"[]," * 1_000_000),
+        b'{"choices":[{"finish_reason":"stop"}],"error":[%s[]]}' % (b"[]," * 1_000_000),
+    ],
+    ids=["choices", "reasons", "usage", "error"],
+)
+def test_no_answer_takes_many_times_its_size(body: bytes, without_collector: None) -> None:
+    tracemalloc.start()
+    answer = read_whole(body)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert answer is None or answer.usage is None
+    assert peak < 4 * len(body)
+
+
+def test_an_error_that_quotes_a_long_prompt_is_read() -> None:
+    body = b'{"error":{"message":"no: %s"}}' % (b"x" * (MEMBER_BYTES_MAX // 2))
+
+    answer = read_whole(body)
+
+    assert answer is not None
+    assert answer.error is not None
+    assert answer.error.message.startswith("no: x")
