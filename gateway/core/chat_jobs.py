@@ -23,6 +23,7 @@ from gateway.core.jobs import Chunk, Job, JobStatus
 from gateway.core.naming import ModelNames
 from gateway.core.quirks import AssemblingReader
 from gateway.core.quirks.mending import encode
+from gateway.core.sse import TOO_MANY
 
 _JOB, _CHAT = "resp_", "chatcmpl-"
 _FAILURES: Mapping[str, type[GatewayError]] = {
@@ -42,11 +43,13 @@ def job_id(chat_id: str) -> str | None:
 
 
 def whole(job: Job, chunks: Iterable[Chunk]) -> bytes:
-    """Return the body of the chat completion for a finished job."""
+    """Return the body of the chat completion for a finished job. Raises ValueError if there is none."""
     model = json.loads(job.new.body)["model"]
     reader = AssemblingReader((), choices=choices(job.new.body), names=ModelNames(model, model))
     for chunk in current(chunks):
         reader.feed(chunk.data)
+    if reader.fault is TOO_MANY:
+        raise ValueError(TOO_MANY.message)
     answer = json.loads(reader.whole())
     return encode({**answer, "id": chat_id(job.id), "created": int(job.created_at)})
 

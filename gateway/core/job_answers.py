@@ -16,7 +16,7 @@ from typing import Any
 
 from gateway.core.decoding import decode
 from gateway.core.jobs import Chunk, JobStatus
-from gateway.core.sse import payload_of, split
+from gateway.core.sse import TOO_MANY, is_credible, payload_of, split
 from gateway.core.value import valueclass
 
 
@@ -72,17 +72,23 @@ def answer_so_far(chunks: Iterable[Chunk], choices: int = 1) -> AnswerSoFar:
     return AnswerSoFar("".join(content), calls_tools, finish_reason, "".join(thought))
 
 
+CHOICES_MAX = 16_384
+"""Maximum choices of an answer. A choice that bounds memory: vLLM makes as many (`VLLM_MAX_N_SEQUENCES`)."""
+
 INVALID_EVENT = (ValueError, TypeError, AttributeError, RecursionError)
 """What reading stored events raises if one is invalid: a stream is relayed without parsing all of it."""
 
 
 def events(chunks: Iterable[Chunk]) -> Iterable[Mapping[str, Any]]:
-    """Yield the decoded events of chunks, in order."""
+    """Yield the decoded events of chunks, in order. Raises one of `INVALID_EVENT`."""
     for chunk in chunks:
         for event in split(chunk.data):
             payload = payload_of(event)
             if payload and payload != b"[DONE]":
-                yield decode(payload)
+                decoded = decode(payload)
+                if not is_credible(decoded, CHOICES_MAX):
+                    raise ValueError(TOO_MANY.message)
+                yield decoded
 
 
 def choices(body: bytes) -> int:

@@ -25,6 +25,13 @@ DONE = b"data: [DONE]\n\n"
 EVENT_BYTES_MAX = 16 * 1024 * 1024
 """Maximum bytes of an event without an end. A choice that bounds memory: an event of a token has some 250."""
 
+MORE_CHOICES_MAX = 128
+"""How many more choices than were asked for an event may have. A choice that bounds memory and time: there is
+no reason for any."""
+
+CALLS_MAX = 512
+"""Maximum tool calls of a choice. A choice that bounds memory and time: OpenAI takes at most 128 tools."""
+
 _END_OF_EVENT = re.compile(rb"\n\n|\r\n\r\n|\n\r\n|\r\n\n")
 
 _BOM = b"\xef\xbb\xbf"
@@ -37,6 +44,7 @@ _WORTH_PARSING = re.compile(
     rb'"error"|"detail"|"object"\s*:\s*"error|"finish_reason"\s*:\s*"[^"]|"usage"\s*:\s*\{|\[DONE\]'
 )
 _UNFINISHED = BackendError("The answer ended before it was finished.")
+TOO_MANY = BackendError("The backend answered with too many choices or tool calls.")
 
 
 class StreamReader:
@@ -61,6 +69,7 @@ class StreamReader:
         self.fault: BackendError | None = None
         self._done = False
         self._unfinished = choices
+        self._choices_max = choices + MORE_CHOICES_MAX
         self._finished: set[int] = set()
         self._names = names
         self._hide_usage = hide_usage
@@ -237,7 +246,12 @@ class StreamReader:
     def _learn(self, decoded: Mapping[str, Any]) -> None:
         self.usage = usage_of(decoded.get("usage")) or self.usage
         choices = decoded.get("choices")
-        for choice in choices if isinstance(choices, list) else ():
+        if not isinstance(choices, list):
+            return
+        if len(choices) > self._choices_max:
+            self.fault = TOO_MANY
+            return
+        for choice in choices:
             if not isinstance(choice, Mapping):
                 continue
             reason = choice.get("finish_reason") or None  # some engines send "" before the end
@@ -301,3 +315,32 @@ def _has_content(choice: Mapping[str, Any]) -> bool:
     if not isinstance(delta, Mapping):
         return False
     return any(value for name, value in delta.items() if name != "role")
+
+
+def is_credible(answer: Mapping[str, Any], choices_max: int) -> bool:
+    """Return whether the choices and tool calls of an event, or of a whole answer, are few and numbered low.
+
+    Who keeps something of each checks this first.
+    """
+    choices = answer.get("choices")
+    if not isinstance(choices, list):
+        return True
+    return len(choices) <= choices_max and all(
+        _is_low(choice, choices_max) and _are_few(choice.get("delta")) and _are_few(choice.get("message"))
+        for choice in choices
+        if isinstance(choice, Mapping)
+    )
+
+
+def _are_few(part: object) -> bool:
+    calls = part.get("tool_calls") if isinstance(part, Mapping) else None
+    if not isinstance(calls, list):
+        return True
+    return len(calls) <= CALLS_MAX and all(
+        _is_low(call, CALLS_MAX) for call in calls if isinstance(call, Mapping)
+    )
+
+
+def _is_low(numbered: Mapping[str, Any], below: int) -> bool:
+    index = numbered.get("index")
+    return not isinstance(index, int) or -below < index < below

@@ -8,6 +8,7 @@ import msgspec
 from gateway.core.errors import GatewayError, StoreUnavailable, UpstreamFailed
 from gateway.core.responses.chat_stream import ChatStream
 from gateway.core.responses.draft import Event
+from gateway.core.sse import MORE_CHOICES_MAX, TOO_MANY, is_credible
 from gateway.downstream.relay import HttpDownstream
 from gateway.downstream.response_requests import ResponseRequest
 from gateway.downstream.stored_responses import ResponseRetention
@@ -91,9 +92,12 @@ class Answer(Downstream):
     async def _send_whole(self) -> None:
         draft = self.asked.draft
         try:
-            draft.add(msgspec.json.decode(b"".join(self.parts)))
+            answer = msgspec.json.decode(b"".join(self.parts))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UpstreamFailed("The backend sent an invalid answer.") from error
+        if not is_credible(answer, 1 + MORE_CHOICES_MAX):
+            raise UpstreamFailed(TOO_MANY.message)
+        draft.add(answer)
         draft.complete(self._now())
         await self._keep()
         body = msgspec.json.encode(draft.response)

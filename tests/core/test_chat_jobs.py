@@ -8,6 +8,7 @@ import pytest
 from gateway.core.chat_jobs import ChatReplay, chat_id, failure, job_id, whole
 from gateway.core.errors import GatewayError
 from gateway.core.jobs import Chunk, Job, JobError, JobStatus, NewJob
+from gateway.core.sse import CALLS_MAX
 
 BODY: dict[str, Any] = {"model": "gemma-4", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
 DONE = b"data: [DONE]\n\n"
@@ -80,6 +81,13 @@ def test_what_is_void_is_not_in_it() -> None:
     [choice] = json.loads(whole(job(), stored))["choices"]
 
     assert choice["message"]["content"] == "42"
+
+
+def test_one_with_more_calls_than_are_credible_is_none() -> None:
+    call = {"index": CALLS_MAX, "function": {"name": "f"}}
+
+    with pytest.raises(ValueError, match="too many"):
+        whole(job(), chunks(event(tool_calls=[call]), event(finish_reason="tool_calls") + DONE))
 
 
 def test_every_choice_is_in_it() -> None:

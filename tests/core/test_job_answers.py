@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from gateway.core.job_answers import answer_so_far, choices, continuation, current
+from gateway.core.job_answers import INVALID_EVENT, answer_so_far, choices, continuation, current
 from gateway.core.jobs import Chunk, JobStatus
+from gateway.core.sse import CALLS_MAX
 
 
 def event(finish_reason: str | None = None, **delta: Any) -> bytes:
@@ -141,3 +142,10 @@ def test_an_answer_with_several_choices_is_over_when_all_of_them_are() -> None:
 @pytest.mark.parametrize(("n", "expected"), [(None, 1), (1, 1), (3, 3), (2.0, 2), (0, 1), ("2", 1)])
 def test_how_many_choices_a_request_has(n: object, expected: int) -> None:
     assert choices(json.dumps({"n": n}).encode()) == expected
+
+
+def test_more_calls_than_are_credible_make_an_event_invalid() -> None:
+    stored = chunks(event(tool_calls=[{"index": CALLS_MAX, "function": {"name": "f"}}]) + event("stop"))
+
+    with pytest.raises(INVALID_EVENT):
+        answer_so_far(stored)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.naming import ModelNames
-from gateway.core.sse import DONE, StreamReader
+from gateway.core.sse import DONE, MORE_CHOICES_MAX, TOO_MANY, StreamReader
 from gateway.core.usage import Usage
 
 SERVED, PUBLIC = "gemma-4-31b-it", "gemma-4"
@@ -428,3 +428,14 @@ def test_choices_that_nobody_asked_for_take_no_memory(without_collector: None) -
 
     assert subject.is_complete
     assert held < 100_000
+
+
+def test_an_event_with_more_choices_than_is_credible_is_a_fault() -> None:
+    choices = [{"index": at, "delta": {"content": "hi"}} for at in range(1 + MORE_CHOICES_MAX)]
+    fit, unfit = reader(), reader()
+
+    assert fit.feed(event(choices=choices))
+    assert unfit.feed(event(choices=[*choices, {}])) == b""
+
+    assert fit.fault is None
+    assert unfit.fault is TOO_MANY

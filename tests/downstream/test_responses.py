@@ -6,9 +6,10 @@ import anyio
 import msgspec
 from anyio.abc import SocketStream
 from support.front import front, post
-from support.raw_server import LAST_CHUNK, STREAM_HEAD, chunk
+from support.raw_server import LAST_CHUNK, STREAM_HEAD, answer_of, chunk
 from support.world import HELLO, ROLE, STOP, USAGE
 
+from gateway.core.sse import CALLS_MAX
 from gateway.downstream.stored_responses import StoredConversation
 
 
@@ -51,3 +52,19 @@ async def test_a_comment_of_the_backend_is_passed_on_without_what_comes_with_it(
 
     assert b"event: response.completed\n" in said
     assert b'"choices"' not in said
+
+
+async def test_a_whole_answer_with_more_calls_than_are_credible_is_an_error() -> None:
+    call = {"type": "function", "id": "c", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call] * (CALLS_MAX + 1)}
+    choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
+
+    async def behave(stream: SocketStream, _: dict[str, Any]) -> None:
+        await stream.send(answer_of(msgspec.json.encode({"choices": [choice]})))
+
+    body = msgspec.json.encode({"model": "gemma-4", "input": "hello?"})
+    async with front("asgi", behave) as site, site.caller() as caller:
+        answer = await caller.ask(post(body, path="/v1/responses"))
+
+    assert answer.status == 502
+    assert b"too many choices or tool calls" in answer.body

@@ -8,7 +8,7 @@ from gateway.core.answers import BackendError
 from gateway.core.decoding import decode
 from gateway.core.naming import ModelNames
 from gateway.core.quirks.remedy import Remedies, Remedy
-from gateway.core.sse import StreamReader
+from gateway.core.sse import TOO_MANY, StreamReader, is_credible
 
 _NO_ANSWER = BackendError("The backend sent an invalid answer.")
 _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
@@ -64,6 +64,9 @@ class MendingReader(StreamReader):
         return super()._inspect(block, parse=parse or self._remedies.concern(block))
 
     def _mended(self, event: bytes, decoded: dict[str, Any]) -> bytes:
+        if not is_credible(decoded, self._choices_max):
+            self.fault = TOO_MANY
+            return event
         changed = self._remedies.mend(decoded)
         self.fault = self._remedies.fault
         if not changed:

@@ -16,6 +16,14 @@ _FAULT = UnfitAnswer(
 )
 
 
+_TOO_LONG = UnfitAnswer(
+    "The backend's tool calls have arguments without an end.", code="tool_arguments_invalid"
+)
+
+ARGUMENTS_CHARS_MAX = 16 * 1024 * 1024
+"""Maximum characters of the arguments of all calls. A choice that bounds memory: models write far less."""
+
+
 class ToolArguments(Remedy):
     """Collects the arguments of every call, and validates them when its choice has finished."""
 
@@ -24,6 +32,7 @@ class ToolArguments(Remedy):
     def __init__(self) -> None:
         """Start with no calls."""
         self._calls: dict[tuple[int, int], list[str]] = {}
+        self._chars = 0
 
     def part(self, index: int, part: dict[str, Any], finish: str | None) -> bool:
         """See `Remedy`. A choice that was cut at its token limit (`length`) is not checked."""
@@ -32,12 +41,22 @@ class ToolArguments(Remedy):
             if isinstance(call, dict):
                 at = call.get("index")
                 key = index, at if isinstance(at, int) else place
-                self._calls.setdefault(key, []).append(_arguments(call))
-        if finish is not None and finish != "length":
-            mine = (parts for (choice, _), parts in self._calls.items() if choice == index)
-            if not all(_is_object("".join(parts)) for parts in mine):
-                self.fault = _FAULT
+                said, parts = _arguments(call), self._calls.setdefault(key, [])
+                if said:
+                    parts.append(said)
+                    self._chars += len(said)
+        if self._chars > ARGUMENTS_CHARS_MAX:
+            self.fault = _TOO_LONG
+        elif finish is not None:
+            self._end(index, is_cut=finish == "length")
         return False
+
+    def _end(self, index: int, *, is_cut: bool) -> None:
+        """Check the calls of a choice that has finished, once."""
+        mine = [key for key in self._calls if key[0] == index]
+        written = ["".join(self._calls.pop(key)) for key in mine]
+        if not is_cut and not all(_is_object(text) for text in written):
+            self.fault = _FAULT
 
 
 def _arguments(call: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gateway.core.decoding import decode
 from gateway.core.responses.draft import Draft, Event
-from gateway.core.sse import last_end, payload_of, split
+from gateway.core.sse import MORE_CHOICES_MAX, is_credible, last_end, payload_of, split
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class ChatStream:
             chunk = decode(payload)
         except (ValueError, RecursionError):
             chunk = None
-        if not isinstance(chunk, Mapping):
+        if not isinstance(chunk, Mapping) or not is_credible(chunk, 1 + MORE_CHOICES_MAX):
             return self.draft.fail("server_error", "The backend sent an invalid event.")
         error = chunk.get("error")
         if isinstance(error, Mapping):

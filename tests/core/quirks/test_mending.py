@@ -1,14 +1,19 @@
 """The way of an answer through remedies: what they change is written anew, all else keeps its bytes."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
-from support.engine_events import DONE, NAMES, at_every_cut, decoded, delta, role, through, usage
+import pytest
+from support.engine_events import DONE, NAMES, at_every_cut, decoded, delta, event, role, through, usage
 
 from gateway.core.answers import BackendError
 from gateway.core.naming import ModelNames
-from gateway.core.quirks import MendingReader, mend_whole
+from gateway.core.quirks import AssemblingReader, MendingReader, mend_whole
 from gateway.core.quirks.remedy import Remedy
+from gateway.core.quirks.tool_arguments import ToolArguments
+from gateway.core.quirks.turn_marker import TurnMarker
+from gateway.core.sse import CALLS_MAX, MORE_CHOICES_MAX, TOO_MANY
 
 
 class Louder(Remedy):
@@ -105,3 +110,35 @@ def test_a_whole_answer_that_cannot_be_read_is_none() -> None:
 
 def test_a_whole_answer_that_is_no_object_keeps_its_bytes() -> None:
     assert mend_whole([Louder()], b'["choices"]') == (b'["choices"]', None)
+
+
+CREDIBLE = 1 + MORE_CHOICES_MAX
+
+
+@pytest.mark.parametrize("make", [ToolArguments, TurnMarker])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(lambda at: delta(at, content="<", tool_calls=[{"index": 0}]), id="choices"),
+        pytest.param(lambda at: delta(-at, content="<", tool_calls=[{"index": 0}]), id="negative"),
+        pytest.param(lambda at: delta(content="<", tool_calls=[{"index": at}]), id="calls"),
+        pytest.param(lambda at: delta(content="<", tool_calls=[{}] * at), id="calls-at-once"),
+    ],
+)
+def test_ever_new_choices_and_calls_are_a_fault(
+    make: Callable[[], Remedy], more: Callable[[int], bytes]
+) -> None:
+    pieces = [role(), *[more(at) for at in range(CALLS_MAX + 2)]]
+    assembling = AssemblingReader([make()], choices=1, names=NAMES)
+    for piece in pieces:
+        assembling.feed(piece)
+
+    assert assembling.fault is TOO_MANY
+    assert through([make()], pieces)[1].fault is TOO_MANY
+    assert through([make()], pieces[:CREDIBLE])[1].fault is not TOO_MANY
+
+
+def test_what_is_not_numbered_is_no_fault() -> None:
+    strange = [{"index": "x", "delta": {"tool_calls": ["x", {"index": None}]}}, None, {"delta": None}]
+
+    assert through([ToolArguments()], [role(), event(choices=strange)])[1].fault is not TOO_MANY

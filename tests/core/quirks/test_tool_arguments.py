@@ -17,7 +17,7 @@ from support.engine_events import (
 
 from gateway.core.answers import UnfitAnswer
 from gateway.core.quirks import mend_whole
-from gateway.core.quirks.tool_arguments import ToolArguments
+from gateway.core.quirks.tool_arguments import ARGUMENTS_CHARS_MAX, ToolArguments
 from gateway.core.request import Endpoint
 
 LAST = delta(finish="tool_calls", stop=50)
@@ -124,3 +124,19 @@ def test_which_answers_are_looked_at() -> None:
     assert [type(one) for one in plan_for(quirk, tools=1, stream=True).remedies] == [ToolArguments]
     assert plan_for(quirk, stream=True).remedies == []
     assert plan_for(quirk, tools=1, endpoint=Endpoint.COMPLETIONS).remedies == []
+
+
+def test_arguments_without_an_end_are_a_fault() -> None:
+    piece = call("x" * (ARGUMENTS_CHARS_MAX // 8))
+    _, reader = through([ToolArguments()], [role(), *[piece] * 9])
+
+    assert isinstance(reader.fault, UnfitAnswer)
+    assert "without an end" in reader.fault.message
+
+
+def test_a_choice_that_ends_again_and_again_is_judged_once() -> None:
+    remedy = ToolArguments()
+    _, reader = through([remedy], [role(), call("{}"), *[LAST] * 3])
+
+    assert reader.fault is None
+    assert not remedy._calls

@@ -7,6 +7,7 @@ import pytest
 
 from gateway.core.responses.chat_stream import ChatStream
 from gateway.core.responses.draft import Draft, Event
+from gateway.core.sse import CALLS_MAX
 
 TOKEN = "0123456789abcdef" * 2
 NOW = 1_795_244_911
@@ -501,3 +502,12 @@ def test_a_call_whose_name_comes_late_is_shown_when_it_comes() -> None:
         ("c", "f", "{}"),
         (f"call_{TOKEN}0002", "", "{}"),
     ]
+
+
+@pytest.mark.parametrize(
+    "more", [tool(CALLS_MAX, name="f"), {"tool_calls": [{"function": {"name": "f"}}] * (CALLS_MAX + 1)}]
+)
+def test_more_calls_than_are_credible_fail(more: dict[str, Any]) -> None:
+    events = run(chunk(tool(0, name="f", arguments="{}")), chunk(more), chunk(finish="tool_calls"), DONE)
+
+    assert names(events)[-2:] == ["error", "failed"]
