@@ -25,6 +25,10 @@ DONE = b"data: [DONE]\n\n"
 EVENT_BYTES_MAX = 16 * 1024 * 1024
 """Maximum bytes of an event without an end. A choice that bounds memory: an event of a token has some 250."""
 
+KEPT_BYTES_MAX = 128 * 1024 * 1024
+"""Maximum bytes of a stream of which everything is kept: by a response, and for a job. A choice that bounds
+memory: half a million events of a token."""
+
 MORE_CHOICES_MAX = 128
 """How many more choices than were asked for an event may have. A choice that bounds memory and time: there is
 no reason for any."""

@@ -8,7 +8,7 @@ import msgspec
 from gateway.core.errors import GatewayError, StoreUnavailable, UpstreamFailed
 from gateway.core.responses.chat_stream import ChatStream
 from gateway.core.responses.draft import Event
-from gateway.core.sse import MORE_CHOICES_MAX, TOO_MANY, is_credible
+from gateway.core.sse import KEPT_BYTES_MAX, MORE_CHOICES_MAX, TOO_MANY, is_credible
 from gateway.downstream.relay import HttpDownstream
 from gateway.downstream.response_requests import ResponseRequest
 from gateway.downstream.stored_responses import ResponseRetention
@@ -29,6 +29,7 @@ class Answer(Downstream):
         head: Status and headers of a non-streamed answer, held back until its body is complete.
         parts: That body so far.
         stream: Translates a stream.
+        received: Bytes of a stream so far.
     """
 
     downstream: HttpDownstream
@@ -39,6 +40,7 @@ class Answer(Downstream):
     head: tuple[int, Headers] = (200, ())
     parts: list[bytes] = field(default_factory=list)
     stream: ChatStream = field(init=False)
+    received: int = 0
 
     def __post_init__(self) -> None:
         self.stream = ChatStream(self.asked.draft)
@@ -52,10 +54,17 @@ class Answer(Downstream):
         await self.downstream.send(frames_of(self.asked.draft.begin()))
 
     async def send(self, data: bytes) -> None:
-        """See `ports.Downstream.send`. Keep-alive comments are passed on."""
+        """See `ports.Downstream.send`. Keep-alive comments are passed on.
+
+        Raises:
+            UpstreamFailed: a stream is too long.
+        """
         if not self.asked.incoming.request.stream:
             self.parts.append(data)
             return
+        self.received += len(data)
+        if self.received > KEPT_BYTES_MAX:
+            raise UpstreamFailed("The answer of the backend is too long.")
         events = self.stream.feed(data, self._now())
         if events:
             await self._send(events)

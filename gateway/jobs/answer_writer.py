@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import anyio
 
-from gateway.core.errors import GatewayError, StoreUnavailable
+from gateway.core.errors import GatewayError, StoreUnavailable, UpstreamFailed
 from gateway.core.jobs import Chunk, Job
+from gateway.core.sse import KEPT_BYTES_MAX
 from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Headers, JobStore
 
@@ -50,6 +51,7 @@ class AnswerWriter(Downstream):
         self.chunks = job.chunks
         self._restarts = restarts
         self._on_start: Callable[[], None] | None = on_start
+        self._bytes = 0
         self._gathered = bytearray()
         self._unwritten: Chunk | None = None
         self._has_some = anyio.Event()
@@ -69,7 +71,11 @@ class AnswerWriter(Downstream):
         Raises:
             JobLost: the attempt no longer holds the job.
             CallerStalled: the store has lost chunks.
+            UpstreamFailed: the answer is too long.
         """
+        self._bytes += len(data)
+        if self._bytes > KEPT_BYTES_MAX:
+            raise UpstreamFailed("The answer of the backend is too long.")
         while len(self._gathered) > GATHERED_MAX and not self._is_over:
             self._has_room = anyio.Event()
             await self._has_room.wait()

@@ -4,6 +4,7 @@ from typing import Any
 
 import anyio
 import msgspec
+import pytest
 from anyio.abc import SocketStream
 from support.front import front, post
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, answer_of, chunk
@@ -68,3 +69,25 @@ async def test_a_whole_answer_with_more_calls_than_are_credible_is_an_error() ->
 
     assert answer.status == 502
     assert b"too many choices or tool calls" in answer.body
+
+
+async def test_a_stream_without_an_end_fails_and_its_backend_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.downstream.response_answers.KEPT_BYTES_MAX", 100_000)
+    is_left = anyio.Event()
+
+    async def behave(stream: SocketStream, _: dict[str, Any]) -> None:
+        await stream.send(STREAM_HEAD + chunk(ROLE))
+        try:
+            while True:
+                await stream.send(chunk(HELLO * 100))
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            is_left.set()
+
+    body = msgspec.json.encode({"model": "gemma-4", "input": "hello?", "stream": True})
+    async with front("asgi", behave) as site, site.caller() as caller:
+        with anyio.fail_after(20):
+            answer = await caller.ask(post(body, path="/v1/responses"))
+            await is_left.wait()
+
+    assert b"event: response.failed\n" in answer.body
+    assert b"The answer of the backend is too long." in answer.body

@@ -5,7 +5,7 @@ from typing import cast
 import anyio
 import pytest
 
-from gateway.core.errors import StoreUnavailable
+from gateway.core.errors import StoreUnavailable, UpstreamFailed
 from gateway.core.jobs import Chunk, Job, JobStatus, NewJob
 from gateway.jobs.answer_writer import AnswerWriter, JobLost
 from gateway.pipeline import CallerStalled
@@ -93,3 +93,12 @@ async def test_an_answer_that_cannot_be_written_any_more_does_not_wait(answer: b
             with pytest.raises(CallerStalled) as raised:
                 await writer.send(b"6")
     assert isinstance(raised.value, JobLost) is (answer is False)
+
+
+async def test_an_answer_without_an_end_is_the_backends_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.jobs.answer_writer.KEPT_BYTES_MAX", 3)
+    writer = writer_to(Store())
+
+    await writer.send(b"123")
+    with pytest.raises(UpstreamFailed):
+        await writer.send(b"4")
