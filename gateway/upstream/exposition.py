@@ -53,21 +53,25 @@ _NO_PREFIX_CACHE = b'enable_prefix_caching="False"'
 _FEW_WINDOWS = b'prefix_cache_retention_interval="0"'
 """Labels of `vllm:cache_config_info` (vLLM 0.32: with `--no-enable-prefix-caching`; and by default)."""
 
-_ASLEEP = re.compile(
-    rb'\nvllm:engine_sleep_state\{.*\bsleep_state="(?:weights_offloaded|discard_all)".*\}[ \t]+1'
-)
-"""The line of an engine without weights on its card (sleep levels 1 and 2). `awake` is not asked: after level
-0, a pause, it stays 0 even if `/resume` has ended that (vLLM 0.33)."""
+_SLEEP_STATE = "vllm:engine_sleep_state"
+_ASLEEP = re.compile(rb'\bsleep_state="(?:weights_offloaded|discard_all)"')
+"""The label of an engine without weights on its card (sleep levels 1 and 2). `awake` is not asked: after
+level 0, a pause, it stays 0 even if `/resume` has ended that (vLLM 0.33)."""
 
 _LIMIT = 1e18
 """Larger values are invalid. A choice: they could overflow sums and conversions, and none is real."""
 
-_LABELS = re.compile(rb'\{(?:[^"}\n]|"(?:[^"\\\n]|\\.)*")*\}')
+_LABELS = re.compile(rb'\{(?:[^"}\n]++|"(?:[^"\\\n]++|\\.)*")*\}')
 _VALUE = re.compile(rb"[ \t]+(\S+)")
 
 
 def values(page: bytes, name: str) -> Iterator[float]:
-    """Yield the value of every series of a metric; invalid numbers are skipped.
+    """Yield the value of every series of a metric; invalid numbers are skipped. `page` as for `_series`."""
+    return (value for _, value in _series(page, name))
+
+
+def _series(page: bytes, name: str) -> Iterator[tuple[bytes, float]]:
+    """Yield labels and value of every series of a metric; invalid numbers are skipped.
 
     `page` must begin with a newline, so that a name is only found at the start of a line.
     """
@@ -83,7 +87,7 @@ def values(page: bytes, name: str) -> Iterator[float]:
             except ValueError:
                 number = math.nan
             if abs(number) < _LIMIT:  # false for NaN
-                yield number
+                yield b"" if labels is None else labels[0], number
         at = page.find(needle, at)
 
 
@@ -109,7 +113,9 @@ def sample(page: bytes, at: float) -> EngineSample:
         started_at=max(_all(page, STARTED_AT), default=None),
         caches_prefixes=page.find(_NO_PREFIX_CACHE) < 0,
         resumes_anywhere=page.find(_FEW_WINDOWS) < 0,
-        is_asleep=_ASLEEP.search(page) is not None,
+        is_asleep=any(
+            value == 1 and _ASLEEP.search(labels) is not None for labels, value in _series(page, _SLEEP_STATE)
+        ),
     )
 
 

@@ -121,6 +121,24 @@ def test_a_page_of_vllm_tells_whether_it_sleeps(states: Mapping[str, int], is_as
     assert sample(page, 0.0).is_asleep is is_asleep
 
 
+@pytest.mark.parametrize(
+    ("line", "is_asleep"),
+    [
+        (b"vllm:engine_sleep_state{%s} 1.0\n", True),
+        (b"vllm:engine_sleep_state{%s} 0.0\n", False),
+        (b"vllm:engine_sleep_state{%s\n", False),
+        (b'vllm:engine_sleep_state{a="%s"} 1.0\n', False),
+    ],
+    ids=["asleep", "awake", "unfinished", "within-a-text"],
+)
+def test_a_line_of_megabytes_is_read_once(line: bytes, is_asleep: bool) -> None:
+    """Searched for each of its labels from the beginning, it would take minutes."""
+    label = b'sleep_state="discard_all",' if b'"' not in line else b"sleep_state=discard_all,"
+    page = VLLM + line % (label * 150_000)
+
+    assert sample(page, 0.0).is_asleep is is_asleep
+
+
 def test_several_engines_behind_one_port_are_combined() -> None:
     page = b"".join(
         b'vllm:num_requests_running{engine="%d"} %d\nvllm:kv_cache_usage_perc{engine="%d"} 0.%d\n'
