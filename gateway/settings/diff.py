@@ -1,6 +1,7 @@
 """Describes the difference between two configurations, for operators. Pure."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from gateway.core.policy import Bound
@@ -8,6 +9,9 @@ from gateway.core.reloads import Changes
 from gateway.core.versions import VersionBound
 from gateway.settings.document import Document
 from gateway.settings.fields import Section
+from gateway.settings.policies import KIND_WAITS, pools_of, waiting_of
+from gateway.settings.sections.fleet import NULL_LIFTS, LimitsSection, ModalitiesSection
+from gateway.settings.sections.models import ClassSection
 
 LIVE = frozenset(
     {
@@ -22,6 +26,8 @@ AT_START = tuple(name for name in Document.model_fields if name not in LIVE)
 
 LIVE_IF_HELD = frozenset({"drain"})
 """Keys of a backend that can change at run time even if it belongs to a box; see `held`."""
+
+_INHERITED = "the profile's"
 
 
 def changes(old: Document, new: Document, in_flight: Mapping[str, int]) -> Changes:
@@ -74,6 +80,7 @@ def _backends(old: Document, new: Document, in_flight: Mapping[str, int]) -> Ite
 
 
 def _pools(old: Document, new: Document, in_flight: Mapping[str, int]) -> Iterator[str]:
+    limits, wanted = _pool_limits(old), _pool_limits(new)
     for name in sorted(set(old.pools) - set(new.pools)):
         yield f"pool {name} is gone"
     for name, section in new.pools.items():
@@ -85,9 +92,20 @@ def _pools(old: Document, new: Document, in_flight: Mapping[str, int]) -> Iterat
             yield f"pool {name} loses {lost}{_finishing(in_flight.get(lost, 0))}"
         for gained in [one for one in section.backends if one not in before.backends]:
             yield f"pool {name} gains {gained}"
-        for path, one, other in _leaves(before, section):
+        own, its = _plain(before) | limits[name], _plain(section) | wanted[name]
+        for path, one, other in _differences(own, its, ""):
             if path != "backends":
                 yield f"pool {name}: {path} {_shown(one)} -> {_shown(other)}"
+
+
+def _pool_limits(document: Document) -> Mapping[str, Mapping[str, Any]]:
+    """Return the limits of each pool that depend on which classes it is for, if it does not set them."""
+    found = {}
+    for name, pool in pools_of(document).items():
+        found[name] = {"gates": asdict(pool.gates)}
+        if document.jobs is not None:
+            found[name]["jobs"] = asdict(pool.jobs)
+    return found
 
 
 def _models(old: Document, new: Document) -> Iterator[str]:
@@ -100,15 +118,22 @@ def _models(old: Document, new: Document) -> Iterator[str]:
         before = old.models[name]
         yield from _classes(
             f"model {name}",
-            {one.name: one for one in before.classes},
-            {one.name: one for one in section.classes},
+            {one.name: _class_plain(one) for one in before.classes},
+            {one.name: _class_plain(one) for one in section.classes},
         )
         for path, one, other in _leaves(before, section):
             if path != "classes":
                 yield f"model {name}: {path} {_shown(one)} -> {_shown(other)}"
 
 
-def _classes(model: str, old: Mapping[str, Section], new: Mapping[str, Section]) -> Iterator[str]:
+def _class_plain(section: ClassSection) -> Mapping[str, Any]:
+    """Return the values of a class, with the waits that depend on its kind if it does not set them."""
+    plain: dict[str, Any] = _plain(section)
+    waiting = waiting_of(section)
+    return plain | {"waiting": plain["waiting"] | {name: getattr(waiting, name) for name in KIND_WAITS}}
+
+
+def _classes(model: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
     for name in old:
         if name not in new:
             yield f"{model}: class {name} is gone"
@@ -116,7 +141,7 @@ def _classes(model: str, old: Mapping[str, Section], new: Mapping[str, Section])
         if name not in old:
             yield f"{model}: class {name} is new"
             continue
-        for path, before, after in _leaves(old[name], section):
+        for path, before, after in _differences(old[name], section, ""):
             yield f"{model}: class {name}: {path} {_shown(before)} -> {_shown(after)}"
     kept, wanted = [name for name in old if name in new], [name for name in new if name in old]
     if kept != wanted:
@@ -164,6 +189,11 @@ def _leaves(old: Section, new: Section) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, LimitsSection | ModalitiesSection):
+        lifted = NULL_LIFTS & value.model_fields_set
+        return {
+            name: _INHERITED if one is None and name not in lifted else _plain(one) for name, one in value
+        }
     if isinstance(value, Section):
         return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, dict):

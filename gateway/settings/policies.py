@@ -43,6 +43,9 @@ DOCUMENT_TOKENS = 8_000
 """A class only for prompts of at least this length is for documents: minutes of waiting are normal for it. A
 choice: the longest chat in docs/routing.md#what-it-is-worth."""
 
+KIND_WAITS = ("max_wait_s", "ttft_target_s", "prefill_weight")
+"""Names of the waits of a class that depend on its kind, unless it sets them."""
+
 _WAITS = {
     _Kind.CHAT: Waiting(),
     _Kind.DOCUMENT: Waiting(max_wait_s=900.0, ttft_target_s=60.0, prefill_weight=1.0),
@@ -65,7 +68,7 @@ def policy_of(document: Document, version: str) -> Policy:
     budgets_s = {name: box.boot_budget_s for box in document.boxes.values() for name in box.backends}
     return Policy(
         models=tuple(_model(name, section) for name, section in document.models.items()),
-        pools=_pools(document),
+        pools=pools_of(document),
         backends={
             name: _backend(
                 name, section, resolve(document.profiles, section.profile), budgets_s.get(name, 0.0)
@@ -90,7 +93,7 @@ def findings(document: Document) -> Iterator[Finding]:
             yield Finding(("backends", name, "tls", "key_file"), "there is no cert_file that it belongs to")
     for model, policy in document.models.items():
         for index, section in enumerate(policy.classes):
-            waiting = _waiting(section)
+            waiting = waiting_of(section)
             if waiting.demoted_wait_s is not None and waiting.demoted_wait_s < waiting.max_wait_s:
                 message = (
                     f"this is the total wait, so it cannot be below max_wait_s, {waiting.max_wait_s:g} here"
@@ -132,7 +135,7 @@ def _class(section: ClassSection) -> TrafficClass:
         when=_when(section.when),
         output_reserve_tokens=section.output_reserve_tokens,
         priority=section.priority,
-        waiting=_waiting(section),
+        waiting=waiting_of(section),
         queue=None if section.queue is None else OnDisconnect(section.queue.on_disconnect),
     )
 
@@ -160,7 +163,8 @@ def _kind(section: ClassSection) -> _Kind:
     return _Kind.DOCUMENT if least >= DOCUMENT_TOKENS else _Kind.CHAT
 
 
-def _waiting(section: ClassSection) -> Waiting:
+def waiting_of(section: ClassSection) -> Waiting:
+    """Return how requests of a class wait: as it says, or as its kind does."""
     default = _WAITS[_kind(section)]
     return replace(default, **(_given(section.waiting) | {"when_late": WhenLate(section.waiting.when_late)}))
 
@@ -168,7 +172,8 @@ def _waiting(section: ClassSection) -> Waiting:
 # ------------------------------------------------------------------ pools
 
 
-def _pools(document: Document) -> dict[str, Pool]:
+def pools_of(document: Document) -> dict[str, Pool]:
+    """Return the pools, with the limits that depend on which classes they are for."""
     of_chats, shared = _chat_pools(document), _shared_pools(document)
     return {
         name: Pool(

@@ -91,7 +91,11 @@ def set_at(*path: Any) -> Edit:
         ),
         (
             lambda data: data["models"]["gemma-4"]["classes"].pop(0),
-            ("model gemma-4: class long is gone",),
+            (
+                "pool light: gates.long_prefills 0 -> 1",
+                "pool light: gates.prefill_s 0.6 -> none",
+                "model gemma-4: class long is gone",
+            ),
         ),
         (
             lambda data: data["models"]["gemma-4"]["classes"].append({"class": "rest", "pools": ["push"]}),
@@ -117,7 +121,7 @@ def set_at(*path: Any) -> Edit:
         (set_at("health", "interval_s", 0.1234567), ("health.interval_s 1 -> 0.1234567",)),
         (
             set_at("backends", "push", "limits", {"kv_blocks": 1_234_567}),
-            ("backend push: limits.kv_blocks none -> 1234567",),
+            ("backend push: limits.kv_blocks the profile's -> 1234567",),
         ),
         (
             set_at(
@@ -127,9 +131,17 @@ def set_at(*path: Any) -> Edit:
                 {"knee_seqs": [{"prompt_tokens": "<= 9", "seqs": 3}, {"seqs": 2}]},
             ),
             (
-                "backend push: limits.knee_seqs none -> "
+                "backend push: limits.knee_seqs the profile's -> "
                 "[{prompt_tokens: <= 9, seqs: 3}, {prompt_tokens: none, seqs: 2}]",
             ),
+        ),
+        (
+            set_at("backends", "push", "limits", {"kv_blocks": None, "knee_seqs": None}),
+            ("backend push: limits.kv_blocks the profile's -> none",),
+        ),
+        (
+            set_at("backends", "push", "modalities", {"images_max": None}),
+            ("backend push: modalities.images_max the profile's -> none",),
         ),
         (
             set_at("backends", "push", "versions", ">= 0.20, < 0.24"),
@@ -141,6 +153,52 @@ def test_what_takes_effect_at_once(edit: Edit, said: tuple[str, ...]) -> None:
     found = changes(document(), document(edit), {"light-1": 12, "light-0": 1})
     assert found.now == said
     assert found.at_start == ()
+
+
+def test_limits_that_follow_from_the_kind_of_a_class_change_with_its_conditions() -> None:
+    edit = set_at("models", "gemma-4", "classes", 0, "when", {"prompt_tokens": ">= 4000"})
+
+    assert set(changes(document(), document(edit), {}).now) == {
+        "pool light: gates.long_prefills 0 -> 1",
+        "pool light: gates.prefill_s 0.6 -> none",
+        "model gemma-4: class long: when.prompt_tokens [>= 16000] -> [>= 4000]",
+        "model gemma-4: class long: waiting.max_wait_s 900 -> 1.2",
+        "model gemma-4: class long: waiting.ttft_target_s 60 -> 2",
+        "model gemma-4: class long: waiting.prefill_weight 1 -> 4",
+    }
+
+
+def test_limits_that_are_set_do_not_follow_from_the_kind_of_a_class() -> None:
+    def own(data: dict[str, Any]) -> None:
+        waiting = {"max_wait_s": 30, "ttft_target_s": 5, "prefill_weight": 2}
+        data["models"]["gemma-4"]["classes"][0]["waiting"] = waiting
+        data["pools"]["light"] = {
+            "backends": ["light-0", "light-1"],
+            "gates": {"long_prefills": 2, "prefill_s": 3},
+        }
+
+    def both(data: dict[str, Any]) -> None:
+        own(data)
+        data["models"]["gemma-4"]["classes"][0]["when"] = {"prompt_tokens": ">= 4000"}
+
+    assert changes(document(own), document(both), {}).now == (
+        "model gemma-4: class long: when.prompt_tokens [>= 16000] -> [>= 4000]",
+    )
+
+
+def test_what_jobs_leave_free_changes_with_whose_requests_a_pool_takes() -> None:
+    def queued(data: dict[str, Any]) -> None:
+        data["jobs"] = {}
+        data["models"]["gemma-4"]["classes"][0]["queue"] = {}
+
+    def unqueued(data: dict[str, Any]) -> None:
+        data["jobs"] = {}
+
+    assert set(changes(document(queued), document(unqueued), {}).now) == {
+        "pool push: jobs.reserve 0 -> 0.125",
+        "pool push: jobs.prefill_s none -> 0.5",
+        "model gemma-4: class long: queue {on_disconnect: cancel} -> none",
+    }
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,10 @@ class ModalitiesSection(Section):
     """Audio parts per request; 0 for none, an explicit null for no limit."""
 
 
+NULL_LIFTS = frozenset({"kv_blocks", "images_max", "audios_max"})
+"""Keys of these two sections whose explicit null lifts a limit; left out, they mean the profile's figure."""
+
+
 class QuirksSection(Section):
     """Known bugs of a backend's engine, where they differ from its profile: docs/quirks.md."""
 
