@@ -15,11 +15,19 @@ from gateway.settings.policies import mixed_pools
 from gateway.settings.problems import Finding, Problem, closest
 from gateway.settings.reach import Reach, reach
 from gateway.settings.resolved import Settings
+from gateway.settings.sections.site_profiles import resolve
 from gateway.settings.tls import authority_faults
 from gateway.settings.yaml_tree import Path
 
 GENERIC = "generic"
 """The profile for servers without published figures."""
+
+STREAM_SLOW, PROMPT_SLOW = 1.0, 10.0
+"""Tokens per second that a single stream gets, and of a prompt that is read, below which figures are taken
+for milliseconds. A choice: far below every measured system, and slower than anybody waits for."""
+
+_PROMPT_TOKENS = 1_000
+"""Length of that prompt. A choice: one batch of most engines."""
 
 
 def warnings(settings: Settings, environ: Mapping[str, str]) -> tuple[Problem, ...]:
@@ -28,6 +36,7 @@ def warnings(settings: Settings, environ: Mapping[str, str]) -> tuple[Problem, .
     found = [
         *_models(policy),
         *_unused(settings, policy),
+        *_profiles(settings),
         *_backends(settings, policy),
         *_authorities(settings, environ),
         *_boxes(settings, policy),
@@ -206,6 +215,22 @@ def _unused(settings: Settings, policy: Policy) -> Iterator[Finding]:
         yield Finding(("pools", name), f"pool {name} is in no class: nothing is ever sent to it")
     for name in settings.document.profiles.keys() - in_backends:
         yield Finding(("profiles", name), f"profile {name} is used by no backend")
+
+
+def _profiles(settings: Settings) -> Iterator[Finding]:
+    """Yield the profiles that only a mistake in the unit explains."""
+    for name in settings.document.profiles:
+        own = resolve(settings.document.profiles, name)
+        stream = own.perf.lone_tokens_per_s()
+        prefill_s = own.perf.prefill_s(_PROMPT_TOKENS, own.flags.max_num_batched_tokens)
+        if stream < STREAM_SLOW:
+            what = f"a single stream gets {stream:.2g} tokens/s"
+        elif prefill_s > _PROMPT_TOKENS / PROMPT_SLOW:
+            what = f"prompts are read at {_PROMPT_TOKENS / prefill_s:.2g} tokens/s"
+        else:
+            continue
+        message = f"profile {name}: by its figures {what}; the times in `perf` are seconds, not milliseconds"
+        yield Finding(("profiles", name, "perf"), message)
 
 
 def _backends(settings: Settings, policy: Policy) -> Iterator[Finding]:

@@ -299,6 +299,32 @@ def test_a_knee_that_nobody_has_said_is_a_guess(
     )
 
 
+@pytest.mark.parametrize(
+    ("perf", "said"),
+    [
+        ("t_mem: 18", "a single stream gets 0.13 tokens/s"),
+        ("t_tok: 0.3", "prompts are read at 3.3 tokens/s"),
+        ("{t_mem: 0.7, t_tok: 0.05}", None),  # a large model on a CPU
+        ("{t_fixed: 0, t_mem: 0, t_tok: 0, t_attn: 0, t_seq: 0.01}", None),
+    ],
+)
+def test_times_in_milliseconds_are_pointed_out(
+    plain: str, checked: Check, perf: str, said: str | None
+) -> None:
+    ours = f"profiles: {{ours: {{extends: h100-tp1-light, perf: {{{perf.strip('{}')}}}}}}}\n"
+    report = checked(ours + plain.replace("profile: h100-tp1-light", "profile: ours", 1))
+
+    assert report.ok
+    assert [one.message for one in report.warnings] == (
+        []
+        if said is None
+        else [
+            f"profile ours: by its figures {said}; the times in `perf` are seconds, not milliseconds",
+        ]
+    )
+    assert [one.line for one in report.warnings] == [1] * len(report.warnings)
+
+
 @pytest.mark.parametrize("name", profiles.names())
 def test_every_shipped_pool_holds_its_whole_window(name: str) -> None:
     capacity = profiles.load(name).capacity
