@@ -5,6 +5,7 @@ Sentences are cut into tokens once; an answer strings together whole paragraphs.
 """
 
 import random
+from collections.abc import Sequence
 from functools import cache
 
 from gateway.simulator import pieces
@@ -143,25 +144,29 @@ def _tokens(sentence: str, lead: str) -> tuple[str, ...]:
     return tuple(pieces.pieces(lead + sentence))
 
 
-def answer(dice: random.Random, tokens: int) -> list[str]:
-    """Return the tokens of an answer of at least that many, up to the end of the sentence they reach."""
-    said = list(_tokens(dice.choice(_OPENINGS), ""))
-    while len(said) < tokens:
-        for paragraph in dice.sample(_PARAGRAPHS, len(_PARAGRAPHS)):
-            for index, sentence in enumerate(paragraph):
-                if len(said) >= tokens:
-                    return said
-                said += _tokens(sentence, " " if index else "\n\n")
-    return said
+def answer(dice: random.Random, tokens: int, *, least: int = 0) -> list[str]:
+    """Return the tokens of an answer: about `tokens`, at least `least`, and up to the end of a sentence."""
+    return _strung(list(_tokens(dice.choice(_OPENINGS), "")), dice, _PARAGRAPHS, "\n\n", tokens, least)
 
 
-def thought(dice: random.Random, tokens: int) -> list[str]:
-    """Return the tokens of a thought of at least that many, up to the end of the sentence they reach."""
-    said: list[str] = []
-    while len(said) < tokens:
-        for group in dice.sample(_THOUGHTS, len(_THOUGHTS)):
+def thought(dice: random.Random, tokens: int, *, least: int = 1) -> list[str]:
+    """Return the tokens of a thought, likewise."""
+    return _strung([], dice, _THOUGHTS, "\n", tokens, least)
+
+
+def _strung(
+    said: list[str],
+    dice: random.Random,
+    groups: Sequence[Sequence[str]],
+    lead: str,
+    tokens: int,
+    least: int,
+) -> list[str]:
+    """Return the tokens said, and those of sentences after them, up to the end nearest to `tokens`."""
+    while True:
+        for group in dice.sample(groups, len(groups)):
             for index, sentence in enumerate(group):
-                if len(said) >= tokens:
+                more = _tokens(sentence, " " if index else lead)
+                if len(said) >= least and len(said) + len(more) / 2 > tokens:
                     return said
-                said += _tokens(sentence, " " if index else "\n")
-    return said
+                said += more

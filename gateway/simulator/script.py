@@ -98,7 +98,9 @@ def write(wanted: ChoiceRequest, dice: random.Random, *, answer_tokens: int, tho
     tokens: list[str] = []
     if wanted.thinking:
         # The opening marker and the word that names the channel have no text of their own.
-        tokens += ["", "", *prose.thought(dice, _length(dice, thought_tokens, wanted.tokens_max)), ""]
+        length = _length(dice, thought_tokens, wanted.tokens_max)
+        least = length if length == wanted.tokens_max else 1
+        tokens += ["", "", *prose.thought(dice, length - 3, least=least), ""]
     thought_end = len(tokens)
     if wanted.calls:
         return _cut_to_length(_ending_in(wanted.calls, tokens, thought_end), wanted)
@@ -106,12 +108,13 @@ def write(wanted: ChoiceRequest, dice: random.Random, *, answer_tokens: int, tho
         tokens += [*pieces.pieces(wanted.fixed_text), ""]
     else:
         left = max(1, wanted.tokens_max - len(tokens))
-        natural = max(wanted.tokens_min, _length(dice, answer_tokens, left))
-        tokens += prose.answer(dice, left if wanted.ignore_eos else min(natural, left))
+        length = _length(dice, answer_tokens, left)
+        least = left if wanted.ignore_eos or length == left else min(wanted.tokens_min, left)
+        tokens += prose.answer(dice, length - 1, least=least)
         tokens.append("")  # the end token
     if wanted.ignore_eos:
         while len(tokens) < wanted.tokens_max:
-            tokens += prose.answer(dice, wanted.tokens_max - len(tokens))
+            tokens += prose.answer(dice, 0, least=wanted.tokens_max - len(tokens))
         return _stopped(Script(tokens[: wanted.tokens_max], thought_end, finish_reason="length"), wanted)
     return _stopped(_cut_to_length(Script(tokens, thought_end), wanted), wanted)
 

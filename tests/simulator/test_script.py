@@ -2,6 +2,7 @@
 
 import json
 import random
+import statistics
 
 import pytest
 
@@ -35,6 +36,29 @@ def test_answers_are_about_200_tokens_and_thinking_ones_600_and_more() -> None:
     assert 180 < plain[100] < 240
     assert plain[0] < 100 < 400 < plain[-1]
     assert 600 < thinking[100] < 900
+
+
+@pytest.mark.parametrize("median", [50, 100, 400])
+def test_lengths_have_the_median_that_was_asked_for(median: int) -> None:
+    def written(seed: int) -> Script:
+        wanted = ChoiceRequest(99_999, thinking=True)
+        return write(wanted, random.Random(seed), answer_tokens=median, thought_tokens=median)
+
+    both = [written(seed) for seed in range(500)]
+
+    thoughts = statistics.median(one.thought_end for one in both)
+    answers = statistics.median(len(one.tokens) - one.thought_end for one in both)
+    assert (thoughts, answers) == pytest.approx((median, median), rel=0.06)
+
+
+def test_a_limit_is_reached_where_an_answer_would_be_longer() -> None:
+    def cut(seed: int, limit: int) -> Script:
+        return write(ChoiceRequest(limit), random.Random(seed), answer_tokens=1_000, thought_tokens=1)
+
+    for limit in range(17, 80):
+        assert {(len(one.tokens), one.finish_reason) for one in (cut(seed, limit) for seed in range(8))} == {
+            (limit, "length")
+        }
 
 
 def test_the_same_dice_say_the_same() -> None:
