@@ -2049,12 +2049,39 @@ def test_what_arrived_since_the_last_turn_is_judged_by_the_next_one() -> None:
     ]
 
 
-def test_the_judgement_of_what_arrives_is_limited_to_what_a_turn_looks_at() -> None:
-    site = Site(knee=2 * LOOKAHEAD)
+def test_where_something_is_free_nobody_of_a_burst_is_refused_on_a_forecast() -> None:
+    """More come at once than a turn looks at. By the ends of what runs, nearly all would wait too long."""
+    site = Site(knee=3 * LOOKAHEAD)
     drained(site, 10.0)
-    verdicts = [site.enter(str(number), 120.0) for number in range(LOOKAHEAD + 2)]
+    burst = [f"{number:03}" for number in range(2 * LOOKAHEAD)]
 
-    assert [number for number, refused in enumerate(verdicts) if refused] == [LOOKAHEAD, LOOKAHEAD + 1]
+    assert [site.enter(name, 120.0) for name in burst] == [None] * len(burst)
+    assert [*site.start(120.0), *site.start(120.0)] == burst
+
+
+def test_a_burst_to_a_full_fleet_is_refused_to_its_end_once_one_of_it_has_found_no_slot() -> None:
+    site = Site()
+    drained(site, 10.0)
+    burst = [f"{number:03}" for number in range(2 * LOOKAHEAD)]
+    assert [site.enter(name, 120.0) for name in burst] == [None] * len(burst)
+
+    found = site.turn(120.0).refused
+
+    assert {one.id: one.reason for one in found} == dict.fromkeys(burst, Reason.WAIT_TOO_LONG)
+
+
+def test_those_of_a_burst_that_a_full_fleet_serves_in_time_are_not_refused_with_the_others() -> None:
+    site = Site()
+    drained(site, 0.1)
+    waits = bounded(max_wait_s=0.1 * LOOKAHEAD * 3 / 2)
+    burst = [f"{number:03}" for number in range(2 * LOOKAHEAD)]
+    for name in burst:
+        site.enter(name, 1.0, traffic_class=waits)
+
+    first, rest = site.turn(1.0), site.turn(1.0)
+
+    assert rest.refused == []
+    assert [one.id for one in first.refused] == burst[LOOKAHEAD * 3 // 2 :]
 
 
 @pytest.mark.parametrize("kept_busy_by", ["document", "job"])

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from itertools import chain
+from itertools import chain, islice
 from math import inf
 from types import MappingProxyType
 
@@ -85,6 +85,7 @@ class WaitingLine:
         self._windows: Mapping[str, int] = {}  # of backends that report less than is configured, in tokens
         self._tokens_started = StartedTokens()
         self._gone_until: dict[str, float] = {}  # backends whose offered slot was gone
+        self._beyond: dict[int, Entry] = {}  # entered when more of their class waited than a turn looks at
         self._full_classes: Mapping[tuple[str, str], Sequence[Ticket]] = {}  # without room in the last turn
         self._numbers = 0
 
@@ -250,6 +251,8 @@ class WaitingLine:
             entry.expires_at = _expiry(ticket, now, rules.longest_wait_s)
         elif reason is not None:
             return _refused(entry, reason, ahead, wait_s, now)
+        if entry.is_unproven and lane.in_turn_counts[entry.is_ordinary] >= LOOKAHEAD:
+            self._beyond[entry.number] = entry
         self._insert(lane, entry, now)
         return None
 
@@ -434,7 +437,7 @@ class WaitingLine:
             retry_after_s = _first_back_s(entry.ticket, views, now)
             refused.append(replace(no_backend, expected_wait_s=None, retry_after_s=retry_after_s))
         self._full_classes, self._blocked = room.full_classes, room.blocked
-        late = self._late(room.foreseen, now, refused)
+        late = self._late([*room.foreseen, *self._found_full()], now, refused)
         # There is more to do if the lookahead limit may have ended the turn while slots were still free, if
         # an entry that held backends in this turn was refused or demoted, or comes after others now that
         # some of its key have started, or if a long prompt has started and keeps no others from spilling.
@@ -481,8 +484,23 @@ class WaitingLine:
         """Return whether there may be room for a newcomer, by what the last turn found for its class."""
         ticket = entry.ticket
         without_room = self._full_classes.get((ticket.model, ticket.traffic_class.name), ())
-        in_turn = lane.in_turn_counts[entry.is_ordinary]
-        return in_turn < LOOKAHEAD and not any(asks_no_less(ticket, one) for one in without_room)
+        # Without a full backend, ordinary ones wait until others are looked at, or read: no forecast of that.
+        may_know = entry.is_ordinary or lane.in_turn_counts[False] < LOOKAHEAD
+        return may_know and not any(asks_no_less(ticket, one) for one in without_room)
+
+    def _found_full(self) -> Sequence[Entry]:
+        """Return newcomers that no turn has looked at, though this one has found that they have no room."""
+        if not self._full_classes:
+            return ()
+        new = (
+            one
+            for one in self._beyond.values()
+            if one.is_unproven and not self._has_room(self._lane(one.ticket), one)
+        )
+        found = list(islice(new, LOOKAHEAD))
+        for entry in found:
+            entry.is_unproven, entry.is_full = False, True
+        return found
 
     def _settled(self, ticket: Ticket) -> Lane:
         """Return the lane of a ticket, moved to the home that the ticket's policy gives it."""
@@ -515,6 +533,7 @@ class WaitingLine:
     def _remove(self, entry: Entry) -> None:
         self._lane(entry.ticket).remove(entry)
         del self._waiting[entry.ticket.id]
+        self._beyond.pop(entry.number, None)
         if entry.is_long:
             self._count_long(entry, -1)
 
