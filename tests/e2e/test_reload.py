@@ -41,6 +41,7 @@ ONE_POOL: dict[str, Any] = {
     "models": {"gemma-4": {"classes": CLASSES}},
 }
 ASK: dict[str, Any] = {"model": "gemma-4", "messages": [{"role": "user", "content": "Tell me a story."}]}
+LONG = ASK | {"extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture
@@ -270,7 +271,7 @@ async def one_runs_and_three_wait(
     gateway: Site, ask: Callable[[int], Coroutine[Any, Any, None]], tasks: TaskGroup
 ) -> None:
     """Ask four times, with so many tokens each, where there is one place."""
-    tasks.start_soon(ask, 400)
+    tasks.start_soon(ask, 2_000)
     await gateway.eventually(lambda: gateway.gateway.ledger.load("light-0").seqs == 1)
     for _ in range(3):
         tasks.start_soon(ask, 20)
@@ -286,7 +287,7 @@ async def test_whoever_waits_is_not_sent_to_a_backend_that_has_got_another_model
     backends: list[str] = []
 
     async def ask(max_tokens: int) -> None:
-        raw = await client.chat.completions.with_raw_response.create(**ASK, max_tokens=max_tokens)
+        raw = await client.chat.completions.with_raw_response.create(**LONG, max_tokens=max_tokens)
         backends.append(raw.headers["x-gateway-backend"])
 
     async with anyio.create_task_group() as tasks:
@@ -309,7 +310,7 @@ async def test_whoever_waits_for_a_model_that_is_gone_gets_no_other_one(repurpos
 
     async def ask(max_tokens: int) -> None:
         try:
-            answer = await client.chat.completions.create(**ASK, max_tokens=max_tokens)
+            answer = await client.chat.completions.create(**LONG, max_tokens=max_tokens)
         except openai.APIStatusError as error:
             ended.append(error.code)
         else:
