@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from itertools import chain, islice
+from itertools import chain
 from math import inf
 from types import MappingProxyType
 
@@ -492,14 +492,17 @@ class WaitingLine:
         """Return newcomers that no turn has looked at, though this one has found that they have no room."""
         if not self._full_classes:
             return ()
-        new = (
-            one
-            for one in self._beyond.values()
-            if one.is_unproven and not self._has_room(self._lane(one.ticket), one)
-        )
-        found = list(islice(new, LOOKAHEAD))
-        for entry in found:
-            entry.is_unproven, entry.is_full = False, True
+        found: list[Entry] = []
+        others: dict[int, Entry] = {}
+        for number, entry in self._beyond.items():
+            if not entry.is_unproven:  # a turn has looked at it
+                continue
+            if len(found) < LOOKAHEAD and not self._has_room(self._lane(entry.ticket), entry):
+                entry.is_unproven, entry.is_full = False, True
+                found.append(entry)
+            else:
+                others[number] = entry
+        self._beyond = others
         return found
 
     def _settled(self, ticket: Ticket) -> Lane:
