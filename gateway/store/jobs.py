@@ -337,7 +337,8 @@ class RedisJobs(JobScripts):
                 await self._listen()
             except StoreAway:
                 pass  # waiting tasks poll in the meantime
-            self._wake_all()
+            for waiters in self._waiters.values():  # their interval is shorter from now on
+                waiters.wake()
             await anyio.sleep(AGAIN_S)
 
     @property
@@ -388,12 +389,6 @@ class RedisJobs(JobScripts):
         if text:
             attempt, job_id = text.split(" ", 1)
             self._stops.append((job_id, int(attempt)))
-        self._work_heard += 1
-        self._work.wake()
-
-    def _wake_all(self) -> None:
-        for waiters in self._waiters.values():
-            waiters.wake()
         self._work_heard += 1
         self._work.wake()
 
