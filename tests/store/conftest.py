@@ -18,9 +18,10 @@ from gateway.store.redis import RedisLedger
 
 @dataclass(frozen=True)
 class Account:
-    """What a server says of one owner and one backend."""
+    """What a server says of one owner and one backend. `number`: of the last command about it."""
 
     expires_ms: int
+    number: int
     waits: bool
     keeps: bool
     used: Load
@@ -28,9 +29,9 @@ class Account:
 
     @classmethod
     def of(cls, text: str) -> "Account":
-        expires_ms, _, waits, keeps, *counters = map(int, text.split())
+        expires_ms, number, waits, keeps, *counters = map(int, text.split())
         used, kept = counters[: len(COUNTERS)], counters[len(COUNTERS) :]
-        return cls(expires_ms, bool(waits), bool(keeps), Load(*used), Load(*kept))
+        return cls(expires_ms, number, bool(waits), bool(keeps), Load(*used), Load(*kept))
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,27 @@ async def test_the_server_is_told_of_all_that_it_is_to_know(stoppable: RedisServ
                 await anyio.lowlevel.checkpoint()
 
 
+async def test_a_server_that_is_away_is_asked_by_synchronisations_alone(
+    stoppable: RedisServer, seen: Store
+) -> None:
+    tick_s = 0.005
+    ledger = RedisLedger(stoppable.url, command_s=10.0, refresh_s=1000.0, tick_s=tick_s)
+    assert isinstance(await ledger.acquire("b", CLAIM, LIMITS), Slot)
+    stoppable.kill()
+    async with anyio.create_task_group() as tasks:
+        is_away = anyio.Event()
+        tasks.start_soon(ledger.run, lambda failure: is_away.set())
+        with anyio.fail_after(WITHIN_S):
+            await is_away.wait()
+        ledger.waits({"b"})
+        await anyio.sleep(4 * tick_s)  # a loop's timers end in their order: by now it has ticked
+        tasks.cancel_scope.cancel()
+    stoppable.start()
+    await ledger.sync()
+    assert (await seen.account(ledger.owner)).number == 2  # the slot's command, and the synchronisation's
+    await ledger.aclose()
+
+
 @pytest.mark.parametrize(("step", "left"), [("answered", CLAIM.after_first_token), ("release", Load())])
 async def test_a_request_whose_end_finds_the_server_gone_ends(
     stoppable: RedisServer, step: str, left: Load

@@ -8,6 +8,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
+from anyio.abc import SocketStream
 from redis.asyncio import Redis
 from support.redis_server import RedisServer
 
@@ -16,6 +17,7 @@ from gateway.core.decision import Exclusion
 from gateway.core.load import UNLIMITED, Load
 from gateway.ports import Slot
 from gateway.store.redis import PLACED_MAX, RedisLedger
+from gateway.store.wire import packed
 
 CHAT = Load(seqs=1, share=10_000, kv_blocks=10, prefill_ms=20)
 DOCUMENT = Load(seqs=1, share=80_000, kv_blocks=900, long_seqs=1, long_unanswered=1, prefill_ms=1_500)
@@ -47,6 +49,22 @@ async def running(store: Store, *ledgers: RedisLedger) -> AsyncIterator[None]:
         with anyio.fail_after(WITHIN_S):
             while await store.redis.publish(channel, "x y z") < before + len(ledgers):
                 pass
+        yield
+        tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def running_quietly(ledger: RedisLedger) -> AsyncIterator[None]:
+    """Run a ledger in the background, which hears and has nothing to say by itself."""
+    synced = anyio.Semaphore(0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ledger.run, lambda failure: synced.release())
+        with anyio.fail_after(WITHIN_S):
+            while not ledger._hears:
+                await anyio.lowlevel.checkpoint()
+            for _ in range(3):
+                ledger.resync()
+                await synced.acquire()
         yield
         tasks.cancel_scope.cancel()
 
@@ -158,6 +176,26 @@ async def test_who_did_not_give_back_is_waited_for_again_also_by_one_that_never_
             while not here._account("b").waiters:
                 await anyio.lowlevel.checkpoint()
         tasks.cancel_scope.cancel()
+
+
+async def test_who_waits_for_what_others_keep_says_so_with_every_command_until_it_leaves(
+    store: Store, quiet: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what is given back meanwhile would not be told it; or nobody would keep anything after it."""
+    monkeypatch.setattr("gateway.store.redis.GIVEN_BACK_S", 1000.0)
+    here = quiet()
+    async with running(store, here), anyio.create_task_group() as tasks:
+        await say(store, "other", used=Load(), kept=Load(seqs=KNEE, share=LIMITS.share))
+        tasks.start_soon(here.acquire, "b", CHAT, LIMITS)
+        with anyio.fail_after(WITHIN_S):
+            while not await waits(store, here):  # it was refused
+                pass
+        for _ in range(2):  # the first may have begun before the refusal was heard
+            await here.sync()
+        assert await waits(store, here)
+        tasks.cancel_scope.cancel()
+    await here.sync()
+    assert not await waits(store, here)
 
 
 async def test_many_at_once_in_two_processes_fill_it_exactly(store: Store, quiet: Connect) -> None:
@@ -427,15 +465,8 @@ async def test_a_wish_is_said_also_while_a_command_is_under_way(
 ) -> None:
     ledger = RedisLedger(stoppable.url, command_s=WITHIN_S, refresh_s=60.0, tick_s=60.0)
     store = store_type(stoppable.url, "gw", Redis.from_url(stoppable.url, decode_responses=True))
-    synced = anyio.Semaphore(0)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ledger.run, lambda failure: synced.release())
-        with anyio.fail_after(WITHIN_S):
-            while not at_once(ledger):  # until it hears
-                await take(ledger)
-            for _ in range(3):  # and has nothing else to say
-                ledger.resync()
-                await synced.acquire()
+    async with running_quietly(ledger), anyio.create_task_group() as tasks:
+        await take(ledger)
         at_once(ledger)
         stoppable.stall()
         tasks.start_soon(take, ledger)
@@ -451,6 +482,78 @@ async def test_a_wish_is_said_also_while_a_command_is_under_way(
         tasks.cancel_scope.cancel()
     await ledger.aclose()
     await store.redis.aclose()
+
+
+@asynccontextmanager
+async def client_of(server: RedisServer) -> AsyncIterator[SocketStream]:
+    """Yield a connection to a server, which has accepted it."""
+    async with await anyio.connect_unix(server.url.removeprefix("unix://")) as stream:
+        await stream.send(b"PING\r\n")
+        assert await stream.receive() == b"+PONG\r\n"
+        yield stream
+
+
+@pytest.mark.parametrize("has_kept", [False, True])
+async def test_what_is_wanted_while_a_command_is_under_way_is_given_back_after_it(
+    stoppable: RedisServer, store_type: Callable[..., Store], has_kept: bool
+) -> None:
+    ledger = RedisLedger(stoppable.url, command_s=WITHIN_S, refresh_s=60.0, tick_s=60.0)
+    store = store_type(stoppable.url, "gw", Redis.from_url(stoppable.url, decode_responses=True))
+    async with running_quietly(ledger):
+        await ledger.acquire("another", CHAT, LIMITS)  # connects
+        if has_kept:
+            await take(ledger)
+            at_once(ledger)
+        async with client_of(stoppable) as other, anyio.create_task_group() as tasks:
+            stoppable.stall()
+            tasks.start_soon(take, ledger)
+            for _ in range(20):  # by now it is sent
+                await anyio.lowlevel.checkpoint()
+            # Servers write first what they have to write last: this is heard before the reply.
+            await other.send(b"*3\r\n" + packed(["PUBLISH", "gw:freed", "other b"]))
+            stoppable.resume()
+        with anyio.fail_after(WITHIN_S):
+            while (await store.accounts())[ledger.owner].keeps:
+                pass
+    await ledger.aclose()
+    await store.redis.aclose()
+
+
+async def test_who_keeps_nothing_answers_no_wish(store: Store, quiet: Connect) -> None:
+    here = quiet(takes_turns=["b"])
+    async with running_quietly(here):
+        await take(here)
+        told = anyio.Event()
+        here.on_freed(lambda backend: told.set())
+        before = (await store.account(here.owner)).number
+        await store.redis.publish(f"{store.prefix}:freed", "other b")
+        await store.redis.publish(f"{store.prefix}:freed", "other 1 0 0 0 0 0 0 b")  # heard after it
+        with anyio.fail_after(WITHIN_S):
+            await told.wait()
+        await here.sync()
+        assert (await store.account(here.owner)).number == before + 1
+
+
+async def test_who_ceases_to_wait_says_so_at_the_next_tick(store: Store, quiet: Connect) -> None:
+    """Else nobody would keep anything until it looks at that backend again."""
+    here = quiet(tick_s=0.01)
+    async with running_quietly(here):
+        for backends in ({"b"}, frozenset[str]()):
+            here.waits(backends)
+            with anyio.fail_after(WITHIN_S):
+                while await waits(store, here) != bool(backends):
+                    pass
+
+
+async def test_who_has_said_that_it_waits_does_not_say_it_again(store: Store, quiet: Connect) -> None:
+    here, numbers = quiet(), []
+    for _ in range(2):
+        here.waits({"b"})
+        for _ in range(5):  # by now a command has begun
+            await anyio.lowlevel.checkpoint()
+        await here.sync()
+        numbers.append((await store.account(here.owner)).number)
+    assert numbers == [2, 3]
 
 
 async def test_who_does_not_hear_any_more_uses_nothing_unasked(
