@@ -841,13 +841,21 @@ async def test_a_request_that_comes_together_with_that_rest_has_all_the_time_it_
 ) -> None:
     monkeypatch.setattr("gateway.downstream.listener.KEEPALIVE_S", 0.1)
 
+    is_asked, may_answer = anyio.Event(), anyio.Event()
+
     async def answer_late(stream: SocketStream, body: dict[str, Any]) -> None:
-        await anyio.sleep(0.5)
+        is_asked.set()
+        await may_answer.wait()
         await oblige(stream, body)
 
     async with front(way, answer_late) as site, site.caller() as caller:
         assert (await caller.ask(post(b"{", key="other", length=2))).status == 401
         await caller.send(b"}" + post(chat(stream=True)))
+        await is_asked.wait()
+        async with site.caller() as idle:  # its time began later
+            assert (await idle.ask(post(key="other"))).status == 401
+            assert await idle.is_closed()
+        may_answer.set()
         got = await caller.answer()
         assert (got.status, got.is_whole) == (200, True)
         await site.idle()
