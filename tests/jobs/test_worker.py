@@ -596,6 +596,41 @@ async def test_a_worker_may_get_a_job_again_that_it_has_lost_without_knowing(wor
     assert running == [1]  # the end of the first attempt did not take the second one with it
 
 
+async def test_a_heartbeat_whose_reply_is_late_does_not_end_the_attempt_that_began_meanwhile(
+    world: JobWorld,
+) -> None:
+    other, has_some, is_again, is_renewed = world.open(), anyio.Event(), anyio.Event(), anyio.Event()
+
+    class Late(RedisJobs):
+        async def beat(
+            self, worker: str, claims: Collection[tuple[str, str]], serving: Serving
+        ) -> Collection[str]:
+            if is_again.is_set():
+                is_renewed.set()  # the heartbeat before has been dealt with
+            if not has_some.is_set() or is_again.is_set():
+                return await super().beat(worker, claims, serving)
+            await world.lose_worker_of("a")
+            await other.claim("other", [], 3, "")  # whoever comes next finds that out
+            lost = await super().beat(worker, claims, serving)
+            await is_again.wait()
+            return lost
+
+    async def held(asked: Asked, number: int) -> None:
+        if (asked.job.id, asked.job.attempt, number) == ("a", 1, 3):
+            has_some.set()
+            await anyio.sleep_forever()
+        if (asked.job.id, asked.job.attempt, number) == ("a", 2, 4):
+            is_again.set()
+            await is_renewed.wait()
+
+    here, backend = Late(world.url, prefix=world.prefix, command_s=10.0), Backend(held)
+    await submit(other, "a")
+    async with working(here, backend):
+        job = await ended(other, "a")
+    assert (job.status, job.attempt, backend.stopped["a"]) == (JobStatus.COMPLETED, 2, 1)
+    await here.aclose()
+
+
 async def test_an_attempt_may_take_longer_to_end_than_the_one_that_came_after_it(world: JobWorld) -> None:
     """What it still has to write waits for the store, say, and that was done by the other one."""
     store, other = world.open(), world.open()
