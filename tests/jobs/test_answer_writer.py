@@ -61,14 +61,42 @@ async def test_an_answer_waits_while_too_much_of_it_is_unwritten() -> None:
     assert store.chunks == [(0, True, TOO_MUCH), (1, False, TOO_MUCH)]
 
 
-async def test_a_store_that_is_away_is_not_asked_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_has_nothing_to_write_rests() -> None:
+    store = Store(True)
+    store.may.set()
+    writer = writer_to(store)
+    with anyio.fail_after(WITHIN_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(writer.run)
+            await anyio.wait_all_tasks_blocked()
+            await writer.send(b"1")
+            await store.asked.wait()
+            await anyio.wait_all_tasks_blocked()
+            tasks.cancel_scope.cancel()
+    assert store.chunks == [(0, True, b"1")]
+
+
+async def test_what_is_left_at_an_answer_s_end_is_written_once_the_store_is_back() -> None:
+    store = Store(StoreUnavailable("away"), True)
+    store.may.set()
+    writer = writer_to(store)
+    await writer.send(b"1")
+    await writer.write_all()
+    await writer.write_all()  # there is nothing left
+    assert store.chunks == [(0, True, b"1")]
+
+
+@pytest.mark.parametrize("way", ["run", "write_all"])
+async def test_a_store_that_is_away_is_not_asked_all_the_time(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("gateway.jobs.answer_writer.AGAIN_S", 1000.0)
     store = Store(StoreUnavailable("away"), True)
     store.may.set()
     writer = writer_to(store)
+    await writer.send(b"1")
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(writer.run)
-        await writer.send(b"1")
+        tasks.start_soon(getattr(writer, way))
         await store.asked.wait()
         await anyio.wait_all_tasks_blocked()
         tasks.cancel_scope.cancel()
@@ -92,6 +120,7 @@ async def test_an_answer_that_cannot_be_written_any_more_does_not_wait(answer: b
             tasks.start_soon(go)
             with pytest.raises(CallerStalled) as raised:
                 await writer.send(b"6")
+        await writer.write_all()  # it is given up
     assert isinstance(raised.value, JobLost) is (answer is False)
 
 
