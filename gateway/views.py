@@ -125,6 +125,7 @@ def _count_view(drift: CountDrift) -> Mapping[str, Any]:
     return {
         "seqs": drift.seqs,
         "lasting_seqs": drift.lasting_seqs,
+        "seqs_taken": drift.seqs_taken,
         "kv_blocks_taken": drift.kv_blocks,
         "cause": drift.cause.sentence(),
     }

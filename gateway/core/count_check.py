@@ -5,8 +5,10 @@ full its cache is. The two are never sampled at the same moment, so a single dif
 difference in every sample of a minute is no coincidence: somebody else uses that server, or the gateway holds
 slots for requests that have long ended.
 
-Admission continues to use the gateway's count. The cache is treated differently: blocks held by others are
-not available, and the pool that admission plans with is reduced by them.
+Admission continues to use the gateway's count: two gateways that do not know of each other would else
+starve each other. But what others run lowers the backend's score (`core.selection`). The cache is treated
+differently: blocks held by others are not available, and the pool that admission plans with is reduced by
+them.
 """
 
 from collections import deque
@@ -27,9 +29,9 @@ flight, is counted on one side only for milliseconds, about equally often on eit
 SAMPLES_MIN = 10
 """Minimum number of samples in that time. A choice: a sixth of what the default interval of probes brings."""
 
-KV_SAMPLES = 5
-"""The minimum excess of this many latest samples counts. A choice: the gateway's count is up to one sample
-ahead."""
+SAMPLES = 5
+"""The minimum excess of this many latest samples is taken by others. A choice: the gateway's count is up to
+one sample ahead."""
 
 
 class Cause(StrEnum):
@@ -60,12 +62,14 @@ class CountDrift:
         backend: Its id.
         seqs: Sequences in the engine beyond those counted here, at the latest sample; negative for fewer.
         lasting_seqs: The part of it in every sample of the last minute; 0 while unknown.
+        seqs_taken: The part of it in each of the latest few samples; at least 0.
         kv_blocks: Blocks in use beyond those reserved here, in each of the latest few samples; at least 0.
     """
 
     backend: str
     seqs: int = 0
     lasting_seqs: int = 0
+    seqs_taken: int = 0
     kv_blocks: int = 0
 
     @property
@@ -79,17 +83,20 @@ class CountDrift:
 @dataclass(slots=True)
 class _Seen:
     seqs: deque[tuple[float, int]] = field(default_factory=deque)
-    kv_blocks: deque[int] = field(default_factory=lambda: deque(maxlen=KV_SAMPLES))
+    latest_seqs: deque[int] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    kv_blocks: deque[int] = field(default_factory=lambda: deque(maxlen=SAMPLES))
 
 
 class CountTracker:
     """Compares the two counts per backend, as samples arrive. Not thread-safe.
 
     Attributes:
-        kv_taken: KV blocks held by others, for backends with any. Read-only.
+        seqs_taken: Sequences run by others, for backends with any. Read-only.
+        kv_taken: KV blocks held by others, likewise.
     """
 
     def __init__(self) -> None:
+        self.seqs_taken: dict[str, int] = {}
         self.kv_taken: dict[str, int] = {}
         self._seen: dict[str, _Seen] = {}
         self._drifts: dict[str, CountDrift] = {}
@@ -100,6 +107,7 @@ class CountTracker:
         seen = self._seen.setdefault(backend_id, _Seen())
         excess_seqs = engine.running + engine.waiting - load.seqs
         seen.seqs.append((engine.at, excess_seqs))
+        seen.latest_seqs.append(excess_seqs)
         while seen.seqs[0][0] < engine.at - WINDOW_S:
             seen.seqs.popleft()
         if capacity.kv is not None and capacity.kv_blocks is not None:
@@ -111,19 +119,19 @@ class CountTracker:
             backend=backend_id,
             seqs=excess_seqs,
             lasting_seqs=_lasting(seen.seqs),
-            kv_blocks=max(0, min(seen.kv_blocks)) if len(seen.kv_blocks) == KV_SAMPLES else 0,
+            seqs_taken=_taken(seen.latest_seqs),
+            kv_blocks=_taken(seen.kv_blocks),
         )
         self._drifts[backend_id] = after
-        if after.kv_blocks:
-            self.kv_taken[backend_id] = after.kv_blocks
-        else:
-            self.kv_taken.pop(backend_id, None)
+        _set(self.seqs_taken, backend_id, after.seqs_taken)
+        _set(self.kv_taken, backend_id, after.kv_blocks)
         return before, after
 
     def forget(self, backend_id: str) -> None:
         """Discard the history, because the gateway's own count was incomplete."""
         self._seen.pop(backend_id, None)
         self._drifts.pop(backend_id, None)
+        self.seqs_taken.pop(backend_id, None)
         self.kv_taken.pop(backend_id, None)
 
     def drift(self, backend_id: str) -> CountDrift:
@@ -133,6 +141,17 @@ class CountTracker:
     def drifts(self) -> Mapping[str, CountDrift]:
         """Return the current drift of all sampled backends, by id."""
         return dict(self._drifts)
+
+
+def _taken(excess: deque[int]) -> int:
+    return max(0, min(excess)) if len(excess) == SAMPLES else 0
+
+
+def _set(taken: dict[str, int], backend_id: str, amount: int) -> None:
+    if amount:
+        taken[backend_id] = amount
+    else:
+        taken.pop(backend_id, None)
 
 
 def _chunk_blocks(kv: KvFormula, batched_tokens: int) -> int:

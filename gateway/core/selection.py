@@ -48,6 +48,8 @@ class BackendView:
         takes: Up to how many sequences requests that it has refused may go there (`blame.Refusal.takes`).
         seqs_max: Up to how many this one may.
         refuses_all: Whether those that it has refused are not to wait for it (`blame.Refusal.is_of_all`).
+        seqs_taken: Sequences in the engine that no gateway sharing this gateway's ledger has sent. They lower
+            its score, as its own load does, and no limit.
     """
 
     backend: Backend
@@ -62,6 +64,7 @@ class BackendView:
     takes: int = UNLIMITED
     seqs_max: int = UNLIMITED
     refuses_all: bool = False
+    seqs_taken: int = 0
 
     @property
     def capacity(self) -> Capacity:
@@ -583,6 +586,7 @@ def same_state(one: BackendView, other: BackendView) -> bool:
         and one.away == other.away
         and one.share_max == other.share_max
         and one.kv_taken == other.kv_taken
+        and one.seqs_taken == other.seqs_taken
         and one.refuses is other.refuses
         and one.seqs_max == other.seqs_max
     )
@@ -625,9 +629,6 @@ _Scores = tuple[float, float, float, float, float]
 that the backend has seen; the prefill that this saves, in seconds, counts with it. By the share alone, a lead
 of a fifth of the knee moved conversations whose prefill took several seconds elsewhere (docs/routing.md)."""
 
-_REFUSES = "it has just refused a request because of load: others come first"
-"""Why a backend is behind others with a lower score."""
-
 _Scored = tuple[int, float, int, Case, _Scores]
 """Sort key first: last resorts last, negated score, and place in the pool, which breaks ties. Then the case
 and the single scores."""
@@ -642,6 +643,8 @@ def _scored(fit: Sequence[Case], weights: Weights) -> list[_Scored]:
         # A backend with an unknown rate counts as the fastest.
         speed = 1.0 if own is None or fastest <= 0 else own / fastest
         used = (view.load.share + case.claim.share) / admission.WHOLE
+        if view.seqs_taken:  # how long their prompts are is unknown
+            used += view.seqs_taken / admission.knee_seqs(case.capacity, 0)
         spare = 1 - used if used < 1 else 0.0
         affinity, saved_s = view.prefix_share, 0.0
         if affinity and counts_cached(case.demand):
@@ -664,4 +667,11 @@ def _eligible(scored: _Scored) -> Candidate:
         "prefill_saved_s": saved_s,
         "slow_context": slow,
     }
-    return _candidate(case, None, _REFUSES if case.view.refuses else "", scores, -negated)
+    return _candidate(case, None, _why_behind(case.view), scores, -negated)
+
+
+def _why_behind(view: BackendView) -> str:
+    """Return why an eligible backend is behind others whose scores or loads do not explain it; else ""."""
+    if view.refuses:
+        return "it has just refused a request because of load: others come first"
+    return f"{view.seqs_taken} more in flight by others" if view.seqs_taken else ""

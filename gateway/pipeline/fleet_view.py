@@ -102,13 +102,15 @@ class FleetView:
     ) -> Mapping[str, BackendView]:
         """Return snapshots of backends."""
         statuses, load_of, shares_max = self._fleet.statuses(), self._ledger.load, self._watch.shares_max()
-        kv_taken, objections = self._counts.kv_taken, self._objections()
+        counts, objections = self._counts, self._objections()
+        seqs_taken, kv_taken = counts.seqs_taken, counts.kv_taken
         failures = self._failures
         if failures.doubts.rows:
             statuses, objections = failures.doubting(self.newest, statuses, objections)
         refusals = failures.refusals
         views: dict[str, BackendView] = {}
-        if not (kv_taken or long_waiting or objections or shares_max or refusals.known):  # the usual case
+        taken = seqs_taken or kv_taken
+        if not (taken or long_waiting or objections or shares_max or refusals.known):  # the usual case
             for name, backend in backends.items():
                 status = statuses.get(name, NOT_PROBED)
                 views[name] = BackendView(backend, load_of(name), status, held.get(name, 0.0))
@@ -123,6 +125,7 @@ class FleetView:
                     kv_taken.get(name, 0),
                     long_waiting.get(name, 0),
                     objections.get(name),
+                    seqs_taken=seqs_taken.get(name, 0),
                 )
             for name, refusal in refusals.last(self.newest).items():
                 if (view := views.get(name)) is not None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from gateway.core.backends import Backend, Capacity, KneeStep
-from gateway.core.count_check import KV_SAMPLES, Cause, CountDrift, CountTracker
+from gateway.core.count_check import SAMPLES, Cause, CountDrift, CountTracker
 from gateway.core.health import EngineSample
 from gateway.core.kv import KvFormula
 from gateway.core.load import Load
@@ -70,12 +70,12 @@ def test_what_was_counted_in_part_only_is_forgotten() -> None:
 @pytest.mark.parametrize(
     ("usages", "reserved", "excess"),
     [
-        ([0.5] * KV_SAMPLES, 400, 100),
-        ([0.5] * KV_SAMPLES, 500, 0),
-        ([0.5] * KV_SAMPLES, 700, 0),  # reserved in advance, not written yet
+        ([0.5] * SAMPLES, 400, 100),
+        ([0.5] * SAMPLES, 500, 0),
+        ([0.5] * SAMPLES, 700, 0),  # reserved in advance, not written yet
         ([0.9, 0.5, 0.9, 0.9, 0.9], 400, 100),  # the smallest of the last few
         ([0.5, 0.9, 0.9, 0.9, 0.9, 0.9], 400, 500),
-        ([0.5] * (KV_SAMPLES - 1), 400, 0),  # too few
+        ([0.5] * (SAMPLES - 1), 400, 0),  # too few
     ],
 )
 def test_blocks_that_nobody_here_reserved(usages: list[float], reserved: int, excess: int) -> None:
@@ -91,7 +91,7 @@ def test_blocks_that_nobody_here_reserved(usages: list[float], reserved: int, ex
 @pytest.mark.parametrize("is_forgotten", [False, True])
 def test_blocks_that_others_have_left_are_there_again(is_forgotten: bool) -> None:
     tracker = CountTracker()
-    for number in range(KV_SAMPLES):
+    for number in range(SAMPLES):
         tracker.observe(EngineSample(at=float(number), kv_usage=0.5), Load(), B)
     assert tracker.kv_taken == {"b": 500}
 
@@ -103,11 +103,33 @@ def test_blocks_that_others_have_left_are_there_again(is_forgotten: bool) -> Non
     assert tracker.kv_taken == {}
 
 
+@pytest.mark.parametrize(
+    ("excesses", "taken"),
+    [
+        ([3] * SAMPLES, 3),
+        ([9, 9, 3, 9, 9], 3),  # the smallest of the last few
+        ([0, 9, 9, 9, 9, 9], 9),
+        ([9, 9, -1, 9, 9], 0),
+        ([3] * (SAMPLES - 1), 0),  # too few
+    ],
+)
+def test_sequences_that_nobody_here_runs(excesses: list[int], taken: int) -> None:
+    tracker = CountTracker()
+    for number, excess in enumerate(excesses):
+        engine = EngineSample(at=float(number), running=10, waiting=excess)
+        tracker.observe(engine, Load(seqs=10), B)
+
+    assert tracker.drift("b").seqs_taken == taken
+    assert tracker.seqs_taken == ({"b": taken} if taken else {})
+    tracker.forget("b")
+    assert tracker.seqs_taken == {}
+
+
 @pytest.mark.parametrize(("kv", "kv_blocks"), [(None, 1_000), (KV, None)])
 def test_where_blocks_are_not_counted_none_are_missing(kv: KvFormula | None, kv_blocks: int | None) -> None:
     tracker = CountTracker()
     capacity = Capacity(32_768, (KneeStep(None, 64),), kv=kv, kv_blocks=kv_blocks)
-    for number in range(KV_SAMPLES):
+    for number in range(SAMPLES):
         tracker.observe(EngineSample(at=float(number), kv_usage=0.9), Load(), Backend("b", "", capacity))
 
     assert tracker.drift("b").kv_blocks == 0
@@ -134,7 +156,7 @@ def test_a_chunk_that_is_being_read_is_its_own() -> None:
     backend = Backend("b", "http://b", pool, batched_tokens=8_192)
     reserved = KV.blocks(20_000)
     usage = KV.boot_blocks(20_000, 8_192) / 100_000
-    for number in range(KV_SAMPLES):
+    for number in range(SAMPLES):
         tracker.observe(
             EngineSample(at=float(number), running=1, kv_usage=usage),
             Load(seqs=1, kv_blocks=reserved),
@@ -145,7 +167,7 @@ def test_a_chunk_that_is_being_read_is_its_own() -> None:
     assert tracker.drift("b").kv_blocks == 0
 
     # One that runs nothing of ours reads no chunk of ours.
-    for number in range(KV_SAMPLES):
+    for number in range(SAMPLES):
         tracker.observe(EngineSample(at=float(number), running=1, kv_usage=usage), Load(), backend)
 
     assert tracker.drift("b").kv_blocks == int(usage * 100_000)

@@ -103,6 +103,24 @@ def test_a_conversation_returns_to_its_replica_while_that_has_room(seqs: int, fi
     assert ranked(views)[0] == first
 
 
+def test_a_replica_on_which_others_run_requests_comes_last_and_is_as_free_as_before() -> None:
+    others = replace(view(backend("light-0")), seqs_taken=78)
+    here, there, *_ = selection.rank(policy(), CHAT, SHORT, fleet(others, view(backend("light-1"), seqs=2)))
+
+    assert (here.backend, here.excluded, here.detail) == ("light-1", None, "")
+    assert (there.backend, there.excluded, there.detail) == ("light-0", None, "78 more in flight by others")
+    assert there.scores["spare_knee"] == 0
+    assert there.limits == here.limits
+
+
+@pytest.mark.parametrize(("seqs", "first"), [(2, "light-0"), (4, "light-1")])
+def test_what_others_run_counts_like_what_runs_from_here(seqs: int, first: str) -> None:
+    views = fleet(view(backend("light-0"), seqs=seqs), replace(view(backend("light-1")), seqs_taken=3))
+
+    assert ranked(views)[0] == first
+    assert selection.ranking(policy(), CHAT, SHORT, views).first.backend == first  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("prompt_tokens", "seqs", "first"),
     [
@@ -820,6 +838,7 @@ VIEWS = st.builds(
     prefix_share=mostly(0.0, 0.5),
     share_max=mostly(admission.WHOLE, 500_000),
     kv_taken=mostly(0, 1_800, 3_000),
+    seqs_taken=mostly(0, 20, 90),
     long_waiting=mostly(0, 1),
     away=mostly(None, (Exclusion.SWAPPED_OUT, "another model")),
     refuses=mostly(False, True),
@@ -909,6 +928,7 @@ WELL = BackendView(
 ODD: Mapping[str, Callable[[BackendView], BackendView]] = {
     "limited": lambda one: replace(one, share_max=500_000),
     "taken": lambda one: replace(one, kv_taken=1_800),
+    "used by others": lambda one: replace(one, seqs_taken=20),
     "away": lambda one: replace(one, away=(Exclusion.SWAPPED_OUT, "another model")),
     "refuses": lambda one: replace(one, refuses=True),
     "has refused": lambda one: replace(one, seqs_max=1),

@@ -22,7 +22,7 @@ from support.site import SPEED, Site, simulated, site
 
 from gateway import app
 from gateway.cli import main
-from gateway.core.count_check import KV_SAMPLES
+from gateway.core.count_check import SAMPLES
 from gateway.core.health import EngineSample, State, transitions
 from gateway.core.load import Load
 from gateway.ports import Slot
@@ -747,6 +747,24 @@ async def test_what_somebody_else_runs_on_a_backend_is_seen(
         await running.eventually(lambda: drift("light-0").lasting_seqs == 0)
 
 
+async def test_a_replica_that_somebody_else_uses_is_asked_last(tmp_path: Path) -> None:
+    replicas = simulated({"light-0": "h100-tp1-light", "light-1": "h100-tp1-light"}, speed=2.0)
+    pools = {"light": ["light-0", "light-1"]}
+    async with site(tmp_path, fleet=replicas, **{**ONE_POOL, "pools": pools}) as running:
+        served = running.gateway.fleet.statuses()["light-0"].served_models[0]
+        body = {"model": served, "messages": HELLO, "max_tokens": 5_000, "stream": True, "ignore_eos": True}
+        url = f"{running.backends['light-0'].url}/v1/chat/completions"
+        async with clients.http(timeout=60) as stranger, stranger.stream("POST", url, json=body):
+            await running.eventually(lambda: running.gateway.counts.drift("light-0").seqs_taken == 1)
+            async with running.http() as client, clients.http(base_url=running.admin_url) as operator:
+                asked = {"model": "gemma-4", "messages": HELLO, "max_tokens": 1}
+                answer = await client.post("/v1/chat/completions", json=asked)
+                shown = (await operator.get("/admin/backends")).json()["light-0"]["count_drift"]
+
+    assert answer.headers["x-gateway-backend"] == "light-1"
+    assert shown["seqs_taken"] == 1
+
+
 async def test_who_waits_for_blocks_is_told_when_it_is_no_longer_known_who_has_them(
     tmp_path: Path, store: RedisServer
 ) -> None:
@@ -758,7 +776,7 @@ async def test_who_waits_for_blocks_is_told_when_it_is_no_longer_known_who_has_t
     async with site(tmp_path, fleet=one, store={"url": store.url}, **sections) as running:
         gateway, room = running.gateway, running.gateway.pipeline.room
         full = EngineSample(at=1e6, running=9, kv_usage=1.0)
-        for _ in range(KV_SAMPLES):
+        for _ in range(SAMPLES):
             gateway._backend_sampled("light-0", full)
         limits = Load(*[10**9] * 6)
         slot = await gateway.ledger.acquire("light-0", Load(seqs=1, kv_blocks=10), limits)

@@ -2056,6 +2056,9 @@ async def test_a_decision_sees_what_others_take_of_a_backend(world: World) -> No
     world.counts.kv_taken["light-0"] = 5
     assert world.pipeline.view.for_operators(world.policy, {})["light-0"].kv_taken == 5
     world.counts.kv_taken.clear()
+    world.counts.seqs_taken["light-0"] = 7
+    assert world.pipeline.view.for_operators(world.policy, {})["light-0"].seqs_taken == 7
+    world.counts.seqs_taken.clear()
     world.pipeline.room.line.note_long_waiting({"light-0": 2})
     assert world.pipeline.view.for_operators(world.policy, {})["light-0"].long_waiting == 2
 

@@ -157,7 +157,7 @@ class WeightsSection(Section):
     """How much each score counts when the backends of a pool are ranked; 0 turns a score off."""
 
     spare_knee: Weight = _WEIGHTS.spare_knee
-    """Prefer the backend with the largest share of its knee free."""
+    """Prefer the backend with the largest share of its knee free, by what all run there."""
 
     speed: Weight = _WEIGHTS.speed
     """Prefer the backend whose profile decodes faster."""
