@@ -390,6 +390,7 @@ async def fit_beside(running: int) -> tuple[StepFit, Uncertainty | None]:
     for at in range(61):
         engine = EngineSample(at=float(at), running=running, waiting=0)
         world.counts.observe(engine, Load(seqs=1), POLICY.backends["light-0"])
+    world.counts.seqs_taken.clear()  # else they would start elsewhere
     streams = Streams(world)
     async with anyio.create_task_group() as tasks:
         await streams.start(tasks, "light-0", 90)
