@@ -316,6 +316,8 @@ def _back_at(box: Box, backend: str, took: Mapping[str, float], now: float) -> f
             return now + 1
         case State.BOOTING if box.backend == backend:
             return max(now + 1, box.since + own)
+        case State.BOOTING:  # it is stopped only once it is up
+            return max(now, box.since + took.get(box.backend, 0.0)) + own
         case State.DRAINING | State.STOPPING if box.target != backend:
             return now + took.get(box.target, 0.0) + own
     return now + own

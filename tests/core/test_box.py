@@ -971,7 +971,8 @@ def test_restarts_that_another_process_counted_are_not_compared_with_ones_own() 
         pytest.param(
             Box(State.STOPPING, 0.0, backend="gemma", target="qwen"), "gemma", 1500.0, id="out-and-back"
         ),
-        pytest.param(Box(State.BOOTING, 0.0, backend="qwen"), "gemma", 1300.0, id="while-another-boots"),
+        pytest.param(Box(State.BOOTING, 900.0, backend="qwen"), "gemma", 1400.0, id="while-another-boots"),
+        pytest.param(Box(State.BOOTING, 0.0, backend="qwen"), "gemma", 1300.0, id="which-is-late"),
         pytest.param(
             Box(State.CHECKING, 0.0, backend="qwen"), "gemma", 1300.0, id="while-another-is-checked"
         ),
