@@ -366,6 +366,9 @@ class Ledger(Protocol):
         Only for these backends are releases by other processes reported at once.
         """
 
+    async def refresh(self, backends: Collection[str]) -> None:
+        """Learn what other processes hold on these backends by now, if they can be heard."""
+
     def on_freed(self, callback: Callable[[str], None]) -> None:
         """Register a callback that receives a backend's id whenever any process frees capacity there."""
 

@@ -197,6 +197,7 @@ class WaitingRoom:
     async def run(self) -> None:
         """Process turns until cancelled."""
         while True:
+            await self._catch_up()
             wake = self._wake = anyio.Event()
             views = self._views()
             turn = self.line.turn(self._clock.now(), views)
@@ -221,6 +222,19 @@ class WaitingRoom:
                 patience_s = min(MISS_PAUSE_S, inf if patience_s is None else patience_s)
             with anyio.move_on_after(patience_s):
                 await wake.wait()
+
+    async def _catch_up(self) -> None:
+        """Learn what other processes hold where nobody has waited so far.
+
+        The last report is up to a second old: by that alone, requests would be refused while there is room.
+        Once the ledger knows that somebody waits, it hears of what becomes free.
+        """
+        if self._ledger.is_local:
+            return
+        while new := self.line.waited_for() - self._waited_for:
+            self._waited_for |= new
+            self._ledger.waits(self._waited_for)
+            await self._ledger.refresh(new)
 
     def _at_once(self, ticket: Ticket, first: Candidate) -> Slot | None:
         """Acquire a slot without queueing, if the queue is empty and no other process must be asked."""

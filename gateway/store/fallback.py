@@ -120,6 +120,14 @@ class FallbackLedger:
         """See `ports.Ledger.waits`."""
         self._shared.waits(backends)
 
+    async def refresh(self, backends: Collection[str]) -> None:
+        """See `ports.Ledger.refresh`."""
+        if self.mode is Mode.SHARED:
+            try:
+                await self._shared.refresh(backends)
+            except StoreAway as failure:
+                self._fall_back(failure)
+
     async def answered(self, slot: Slot) -> None:
         """See `ports.Ledger.answered`."""
         if self.mode is Mode.ALONE:

@@ -89,6 +89,9 @@ class MemoryLedger:
     def waits(self, backends: Collection[str]) -> None:
         """See `ports.Ledger.waits`. A no-op, since there are no other processes."""
 
+    async def refresh(self, backends: Collection[str]) -> None:
+        """See `ports.Ledger.refresh`. A no-op, likewise."""
+
     def shrink(self, slot: Slot) -> Load | None:
         """Count a slot as answered. Return what it takes from now on; None if nothing changed."""
         held = self._held.get(slot.backend, {}).get(slot.id)

@@ -230,6 +230,10 @@ class RedisLedger:
             if name not in backends:
                 self._account(name).is_looked_at = True
 
+    async def refresh(self, backends: Collection[str]) -> None:
+        """See `ports.Ledger.refresh`."""
+        await self._settle_all([self._account(name) for name in backends])
+
     # -------------------------------------------------------------- without Redis
 
     async def acquire_alone(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:

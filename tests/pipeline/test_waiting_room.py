@@ -1,7 +1,7 @@
 """The waiting room before a ledger that others use: places that are gone, and places taken at once."""
 
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -10,6 +10,7 @@ import anyio
 import pytest
 from support.world import DONE, HELLO, POLICY, ROLE, STOP, Caller, Script, World
 
+from gateway.core.admission import WHOLE
 from gateway.core.decision import Exclusion
 from gateway.core.errors import AtCapacity, Draining
 from gateway.core.load import Load
@@ -18,7 +19,9 @@ from gateway.core.usage import Ending
 from gateway.core.waiting import MISS_PAUSE_S
 from gateway.pipeline.waiting_room import REDECIDED_TOGETHER
 from gateway.ports import Arrival, Slot
+from gateway.store.embedded import temporary_folder, valkey_in
 from gateway.store.memory import MemoryLedger
+from gateway.store.redis import RedisLedger
 
 
 class FarAway(MemoryLedger):
@@ -332,6 +335,45 @@ async def test_others_are_told_what_is_waited_for_and_when_nobody_waits_any_more
         await anyio.wait_all_tasks_blocked()
         assert not ledger.waited_for[-1]
         tasks.cancel_scope.cancel()
+
+
+async def test_nobody_is_refused_for_what_another_process_no_longer_runs() -> None:
+    """By what the last reply said of the other process, no slot becomes free in time."""
+    slow: Any = {"command_s": 10.0, "refresh_s": 60.0, "tick_s": 60.0}  # it looks only when it is made to
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(valkey_in(stack.enter_context(temporary_folder())))
+        own, other = RedisLedger(store.url, **slow), RedisLedger(store.url, **slow)
+        for ledger in (own, other):
+            stack.push_async_callback(ledger.aclose)
+        world, gate = World(own), anyio.Event()  # type: ignore[arg-type]
+        chats = TrafficClass("short_chat", ("light",), waiting=Waiting(max_wait_s=1.2))
+        pool = replace(POLICY.pools["light"], backends=("light-0",))
+        world.policy = replace(
+            POLICY, models=(replace(POLICY.models[0], classes=(chats,)),), pools={"light": pool}
+        )
+        world.pipeline.room.line.note_peers(1)
+        world.answers(light_0=Script([ROLE + HELLO, gate, STOP, DONE]))
+        world.answers(light_0=Script([ROLE + HELLO, STOP, DONE]))
+        tasks = await stack.enter_async_context(anyio.create_task_group())
+        tasks.start_soon(world.pipeline.room.run)
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as asking:
+                asking.start_soon(arrive, world, 1)
+                while not world.upstream.targets:
+                    await anyio.lowlevel.checkpoint()
+                world.clock.time += 60.0  # that is how long an answer takes here
+                gate.set()
+            whole = Load(seqs=1, share=WHOLE)
+            slot = await other.acquire("light-0", whole, replace(whole, seqs=2))
+            assert isinstance(slot, Slot)
+            await own.sync()
+            await other.release(slot)
+            assert own.load("light-0") == whole
+
+            await arrive(world, 2)
+        tasks.cancel_scope.cancel()
+
+    assert [record.ending for record in world.notes.requests] == [Ending.COMPLETED] * 2
 
 
 async def test_places_are_taken_at_once() -> None:

@@ -179,6 +179,17 @@ async def test_a_request_whose_end_finds_the_server_gone_ends(
     await gateway.ledger.aclose()
 
 
+async def test_who_looks_again_at_what_others_hold_and_finds_the_server_gone_goes_on(
+    stoppable: RedisServer,
+) -> None:
+    gateway = Gateway(stoppable.url)  # not run, likewise
+    await gateway.take()
+    stoppable.kill()
+    await gateway.ledger.refresh({"b"})
+    assert (gateway.ledger.mode, gateway.ledger.load("b")) == (Mode.ALONE, CLAIM)
+    await gateway.ledger.aclose()
+
+
 async def test_slots_are_shared_again_on_the_server_that_took_the_place_of_one(tmp_path: Path) -> None:
     with failover("valkey-9", tmp_path) as servers:
         gateway = Gateway(servers.url)
