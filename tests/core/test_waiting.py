@@ -2049,6 +2049,23 @@ def test_what_arrived_since_the_last_turn_is_judged_by_the_next_one() -> None:
     ]
 
 
+def test_nobody_is_refused_by_a_turn_since_which_slots_have_become_free() -> None:
+    site = Site(knee=6)
+    drained(site, 10.0)
+    for name in "abcde":
+        site.enter(name, 120.0)
+    assert site.start(120.0) == [*"abcde"]
+    site.enter("waits", 120.0, traffic_class=bounded(max_wait_s=15.0))
+    assert not site.start(120.0)
+    assert site.enter("too late", 120.0) is not None
+
+    for name in "abcd":
+        site.end(name, 120.5)
+    assert [site.enter(name, 120.5) for name in "xyz"] == [None] * 3
+
+    assert site.start(120.5) == ["waits", *"xyz"]
+
+
 def test_where_something_is_free_nobody_of_a_burst_is_refused_on_a_forecast() -> None:
     """More come at once than a turn looks at. By the ends of what runs, nearly all would wait too long."""
     site = Site(knee=3 * LOOKAHEAD)

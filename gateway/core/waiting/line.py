@@ -346,6 +346,7 @@ class WaitingLine:
         drain rate.
         """
         self._gone_until.pop(backend, None)
+        self._full_classes = {}  # there may be room again: the next turn will tell
         since = self._forecasts.ended(ticket_id, backend, now, answered=answered)
         if since is not None and since > self._started_at.get(backend, 0.0):
             self._started_at[backend] = since
