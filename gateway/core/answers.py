@@ -225,20 +225,6 @@ class Answer:
         return FewerChoices(found, choices) if found < choices else None
 
 
-def read_answer(decoded: object) -> Answer | None:
-    """Parse a decoded answer; None if it has neither an error nor a list of choices."""
-    if not isinstance(decoded, dict):
-        return None
-    error = error_of(decoded)
-    choices = decoded.get("choices")
-    if error is None and not isinstance(choices, list):
-        return None
-    reasons = tuple(
-        [choice.get("finish_reason") if isinstance(choice, dict) else None for choice in choices or ()]
-    )
-    return Answer(error=error, finish_reasons=reasons, usage=usage_of(decoded.get("usage")))
-
-
 def usage_of(usage: object) -> Usage | None:
     """Return the token counts in a `usage` member, or None."""
     if not isinstance(usage, dict):

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from gateway.core.answers import TOKENS_MAX, Answer, read_answer
+from gateway.core.answers import TOKENS_MAX, Answer, error_of, usage_of
 from gateway.core.decoding import decode
 from gateway.core.usage import Usage
 
@@ -51,7 +51,6 @@ class _Whole(msgspec.Struct):
     """The members that are read; msgspec skips the rest without allocating it."""
 
     error: msgspec.Raw = _NULL
-    detail: msgspec.Raw = _NULL
     object: msgspec.Raw = _NULL
     message: msgspec.Raw = _NULL
     choices: list[_Choice] | None = None
@@ -64,7 +63,7 @@ _decode_whole = msgspec.json.Decoder(_Whole).decode
 
 
 def read_whole(body: bytes) -> Answer | None:
-    """Return a non-streamed answer, as `answers.read_answer` reads it; None if it is not one."""
+    """Return a non-streamed answer; None if it has neither an error nor a list of choices."""
     try:
         whole = _decode_ordinary(body)
     except _UNFIT:
@@ -93,20 +92,20 @@ def read_by_member(body: bytes) -> Answer | None:
     """
     try:
         whole = _decode_whole(body)
-        members = {
-            "error": _decoded(whole.error),
-            "detail": _decoded(whole.detail),
-            "object": _decoded(whole.object),
-            "message": _decoded(whole.message),
-            "usage": _decoded(whole.usage),
-        }
+        error = error_of(
+            {
+                "error": _decoded(whole.error),
+                "object": _decoded(whole.object),
+                "message": _decoded(whole.message),
+            }
+        )
+        usage = usage_of(_decoded(whole.usage))
     except _UNFIT:
         return None
-    answer = read_answer({**members, "choices": None if whole.choices is None else []})
-    if answer is None:
+    if error is None and whole.choices is None:
         return None
     reasons: list[Any] = [choice.finish_reason for choice in whole.choices or ()]
-    return Answer(answer.error, tuple(reasons), answer.usage)
+    return Answer(error, tuple(reasons), usage)
 
 
 def _decoded(member: msgspec.Raw) -> object:

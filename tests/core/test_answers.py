@@ -1,4 +1,4 @@
-"""The five shapes of an engine's errors, what each means, and whole answers."""
+"""The five shapes of an engine's errors, and what each means."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,6 @@ from gateway.core.answers import (
     MESSAGE_CHARS_MAX,
     TOKENS_MAX,
     error_of,
-    read_answer,
     read_error,
     usage_of,
     verdict,
@@ -273,89 +272,6 @@ def test_only_a_verdict_on_the_content_keeps_its_status(status: int, shown: int)
 )
 def test_what_is_logged_of_an_error_is_in_our_words(message: str, gist: str) -> None:
     assert read_error(json.dumps({"error": {"message": message}}).encode()).gist == gist
-
-
-def test_a_whole_answer() -> None:
-    answer = read_answer(
-        {
-            "choices": [{"index": 0, "message": {"content": "x"}, "finish_reason": "length"}],
-            "usage": {
-                "prompt_tokens": 20,
-                "completion_tokens": 24,
-                "prompt_tokens_details": None,
-                "completion_tokens_details": {"reasoning_tokens": 14},
-            },
-        }
-    )
-
-    assert answer is not None
-    assert answer.finish_reasons == ("length",)
-    assert answer.usage == Usage(prompt_tokens=20, completion_tokens=24, reasoning_tokens=14)
-    assert answer.fault(choices=1) is None
-
-
-@pytest.mark.parametrize("decoded", [None, [], "x", {"object": "list"}, {"choices": 3}])
-def test_what_is_no_answer(decoded: object) -> None:
-    assert read_answer(decoded) is None
-
-
-@pytest.mark.parametrize(
-    ("choices", "wanted", "fault"),
-    [
-        pytest.param([{"finish_reason": "stop"}], 1, None, id="finished"),
-        pytest.param([{"finish_reason": "abort"}], 1, "aborted the request", id="abort"),
-        pytest.param([], 1, "incomplete", id="no-choice"),
-        pytest.param([1], 1, "incomplete", id="not-a-choice"),
-        pytest.param([{"finish_reason": None}], 1, "incomplete", id="no-reason"),
-        pytest.param([{"finish_reason": ""}], 1, "incomplete", id="an-empty-reason"),
-        pytest.param([{"finish_reason": "stop"}], 2, "1 of 2 choices", id="one-of-two"),
-        pytest.param([{"finish_reason": "stop"}, {}], 3, "incomplete", id="one-unfinished"),
-        pytest.param([{"finish_reason": "stop"}, {"finish_reason": "length"}], 2, None, id="two-of-two"),
-    ],
-)
-def test_success_is_not_taken_from_a_200(choices: list[object], wanted: int, fault: str | None) -> None:
-    answer = read_answer({"choices": choices})
-
-    assert answer is not None
-    found = answer.fault(wanted)
-    assert (found is None) is (fault is None)
-    assert found is None or (fault or "") in found.message
-
-
-@pytest.mark.parametrize("nothing", [None, "", {}, False])
-def test_an_error_that_says_nothing_is_none(nothing: object) -> None:
-    answer = read_answer({"choices": [{"finish_reason": "stop"}], "error": nothing})
-
-    assert answer is not None
-    assert answer.fault(1) is None
-
-
-def test_an_error_under_200_is_an_error() -> None:
-    answer = read_answer({"error": {"message": "boom"}})
-
-    assert answer is not None
-    assert answer.fault(1) == answer.error
-    assert answer.error is not None
-    assert answer.error.message == "boom"
-
-
-@pytest.mark.parametrize(
-    "usage",
-    [
-        None,
-        {},
-        {"prompt_tokens": "3"},
-        [],
-        {"prompt_tokens": None},
-        {"prompt_tokens": -1},
-        {"prompt_tokens": TOKENS_MAX + 1},
-    ],
-)
-def test_a_usage_that_says_nothing(usage: object) -> None:
-    answer = read_answer({"choices": [], "usage": usage})
-
-    assert answer is not None
-    assert answer.usage is None
 
 
 @pytest.mark.parametrize("tokens", [0, TOKENS_MAX])

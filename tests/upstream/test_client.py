@@ -112,6 +112,14 @@ async def whole(response: UpstreamResponse) -> bytes:
     return await response.read_whole(1 << 30)
 
 
+async def received(response: UpstreamResponse, *, is_poured: bool) -> None:
+    """Receive the whole body in one of the two ways."""
+    if is_poured:
+        await response.stream_to(lambda _: True)
+    else:
+        await whole(response)
+
+
 @pytest.mark.parametrize(
     ("url", "port"), [("http://b", 80), ("https://b", 443), ("http://b:443", 443), ("https://b:80/v", 80)]
 )
@@ -573,10 +581,7 @@ async def test_what_is_not_http_within_a_body_is_said_to_be_that(is_poured: bool
     async with serving(always(STREAM_HEAD + b"no chunk\r\n")) as (_, upstream, target):
         async with upstream.open(target, Timeouts()) as response:
             with pytest.raises(UpstreamFailed, match="not HTTP"):
-                if is_poured:
-                    await response.stream_to(lambda _: True)
-                else:
-                    await whole(response)
+                await received(response, is_poured=is_poured)
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 300])
@@ -957,10 +962,7 @@ async def test_trailers_without_an_end_are_given_up(opening: bytes, more: bytes,
     async with serving(answer) as (_, upstream, target):
         async with upstream.open(target, Timeouts()) as response:
             with pytest.raises(UpstreamFailed, match="headers of the backend's answer are too long"):
-                if is_poured:
-                    await response.stream_to(lambda _: True)
-                else:
-                    await whole(response)
+                await received(response, is_poured=is_poured)
 
 
 @pytest.mark.usefixtures("only_direct")
