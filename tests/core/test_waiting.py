@@ -3,8 +3,10 @@
 import gc
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from heapq import heappop, heappush
 from typing import Any
 
 import pytest
@@ -2485,6 +2487,65 @@ def test_retry_after_stays_between_a_second_and_a_minute(residence_s: float, ret
     assert refused.retry_after_s == pytest.approx(retry_after_s, rel=0.01)
 
 
+def test_a_crowd_that_is_refused_in_one_moment_is_told_to_come_back_one_after_another() -> None:
+    site = Site()
+    drained(site, 10.0)  # one slot, so one every ten seconds
+    full = bounded(waiting_max=1, max_wait_s=9000.0)
+    site.enter("next", 160.0, traffic_class=full)
+
+    crowd = [site.enter(f"{number}", 160.0, traffic_class=full) for number in range(8)]
+    later = site.enter("later", 220.0, traffic_class=full)
+
+    # Two turns away, and each ten seconds after the one before; what is beyond a minute begins again.
+    told = [None if one is None else one.retry_after_s for one in crowd]
+    assert told == pytest.approx([20.0, 30.0, 40.0, 50.0, 20.0, 30.0, 40.0, 50.0])
+    assert [None if one is None else one.expected_wait_s for one in crowd] == pytest.approx([20.0] * 8)
+    assert later is not None
+    assert later.retry_after_s == pytest.approx(20.0)
+
+
+def test_of_a_crowd_that_tries_three_times_nearly_all_are_answered() -> None:
+    """As SDKs do, by default. If all were told to come after the same time, 41 would be answered."""
+    site = Site(knee=16)
+    drained(site, 10.0)
+    site.end("running", 110.0)
+    chat = bounded(waiting_max=24, max_wait_s=9000.0)
+    tries: Counter[str] = Counter()
+    coming = [(110.0, f"{number}") for number in range(150)]
+    ends: list[tuple[float, str]] = []
+    answered = 0
+    while coming or ends:
+        now, name = heappop(min((heap for heap in (ends, coming) if heap), key=lambda heap: heap[0]))
+        if name in site.taken:
+            site.end(name, now)
+            answered += 1
+        else:
+            tries[name] += 1
+            refused = site.enter(name, now, traffic_class=chat)
+            if refused is not None and tries[name] < 3:
+                heappush(coming, (now + round(refused.retry_after_s), name))
+        for started in site.start(now):
+            heappush(ends, (now + 10.0, started))
+
+    assert answered > 130
+
+
+def test_a_question_moves_nobody_who_is_told_to_come_back() -> None:
+    site = Site()
+    drained(site, 10.0)
+    full = bounded(waiting_max=1, max_wait_s=9000.0)
+    site.enter("next", 160.0, traffic_class=full)
+
+    for _ in range(3):
+        foreseen = site.line.foresee(site.ticket("asked", 160.0, traffic_class=full), 160.0).refused
+        assert foreseen is not None
+        assert foreseen.retry_after_s == pytest.approx(20.0)
+    refused = site.enter("comes", 160.0, traffic_class=full)
+
+    assert refused is not None
+    assert refused.retry_after_s == pytest.approx(20.0)
+
+
 def test_before_anything_is_known_a_refusal_says_so() -> None:
     site = Site()
     full = bounded(waiting_max=1)
@@ -3122,6 +3183,14 @@ def test_who_waited_in_vain_for_a_model_is_not_told_to_come_back_at_once() -> No
 
     (refused,) = site.line.turn(400.0, out(site, "light")).refused
     assert (refused.reason, refused.retry_after_s) == (Reason.WAITED_TOO_LONG, 30.0)
+
+
+def test_all_who_are_refused_for_a_model_that_is_out_may_come_when_it_is_back() -> None:
+    site = Site()
+    site.line.expect({"light": 40.0})
+
+    told = [site.enter(name, traffic_class=bounded(max_wait_s=9)) for name in "abc"]
+    assert [None if one is None else one.retry_after_s for one in told] == [40.0, 40.0, 40.0]
 
 
 def test_the_longer_of_two_waits_counts_for_a_model_that_is_out() -> None:

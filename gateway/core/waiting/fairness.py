@@ -19,6 +19,7 @@ from gateway.core.decision import Candidate
 from gateway.core.policy import Policy
 from gateway.core.selection import BackendView
 from gateway.core.waiting.drain import Drain
+from gateway.core.waiting.returns import Returns
 from gateway.core.waiting.tickets import Ticket
 
 _T = TypeVar("_T", int, tuple[float, int], tuple[float, int, str | None])
@@ -309,6 +310,7 @@ class Shares:
 
     def __init__(self, lanes: list[Lane]) -> None:
         self.lanes = lanes
+        self.returns = Returns()  # of those that are refused
         self.order: list[tuple[float, int, str | None]] = []  # (tag, number of the tag, key), sorted
         self.numbers = 0
         self._tags: dict[str | None, _Tag] = {}

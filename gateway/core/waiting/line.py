@@ -17,15 +17,13 @@ from gateway.core.swap_policy import Backlog
 from gateway.core.value import valueclass
 from gateway.core.waiting.fairness import LOOKAHEAD, Entry, Home, Lane, Rank, Shares, merged
 from gateway.core.waiting.forecast import Forecasts
+from gateway.core.waiting.returns import RETRY_AFTER_MAX_S
 from gateway.core.waiting.room import Room, asks_no_less
 from gateway.core.waiting.tickets import Foresight, Offer, Reason, Refused, Ticket, Turn, Waiter
 
 MISS_PAUSE_S = 0.05
 """A backend whose offered slot was gone is not offered again for this long, unless a request ends there. A
 choice: several round trips to a store, and a part of the age of a snapshot (`store.redis.TICK_S`)."""
-
-RETRY_AFTER_MAX_S = 59.0
-"""Some SDKs ignore a Retry-After of more than a minute and retry at once (docs/errors.md)."""
 
 MOVED_WAIT_S = 1.0
 """How long a request that another policy has moved to another class may wait there, whatever it has waited
@@ -240,7 +238,7 @@ class WaitingLine:
         entry.is_full = not has_room
         ahead, wait_s = self._forecast(entry, now)
         if not ticket.refused and lane.is_full_for(ticket):  # it was there before those that fill it
-            return _refused(entry, Reason.QUEUE_FULL, ahead, wait_s, now)
+            return self._turn_away(entry, Reason.QUEUE_FULL, ahead, wait_s, now)
         # The forecast does not apply to a request that may be able to start at once, unless all backends that
         # could serve it are swapped out. The next turn will tell.
         entry.is_unproven = has_room or lane.is_first(entry)
@@ -250,7 +248,7 @@ class WaitingLine:
             entry.rank = Rank.BEHIND
             entry.expires_at = _expiry(ticket, now, rules.longest_wait_s)
         elif reason is not None:
-            return _refused(entry, reason, ahead, wait_s, now)
+            return self._turn_away(entry, reason, ahead, wait_s, now)
         if entry.is_unproven and lane.in_turn_counts[entry.is_ordinary] >= LOOKAHEAD:
             self._beyond[entry.number] = entry
         self._insert(lane, entry, now)
@@ -593,7 +591,19 @@ class WaitingLine:
     def _refuse(self, entry: Entry, reason: Reason, now: float) -> Refused:
         ahead, wait_s = self._forecast(entry, now)
         self._remove(entry)
-        return _refused(entry, reason, ahead, wait_s, now)
+        return self._turn_away(entry, reason, ahead, wait_s, now)
+
+    def _turn_away(
+        self, entry: Entry, reason: Reason, ahead: int, wait_s: float | None, now: float
+    ) -> Refused:
+        """Return a refusal that tells the caller to ask again after those that were told so before it."""
+        refused = _refused(entry, reason, ahead, wait_s, now)
+        if wait_s is None or reason is Reason.NO_BACKEND:
+            return refused
+        # A model that is swapped in is back for all at the same time.
+        each_s = 0.0 if self._forecasts.away_s(entry.ticket, now) >= wait_s else wait_s / (ahead + 1)
+        again_s = self._lane(entry.ticket).shares.returns.next_s(wait_s, each_s, now)
+        return replace(refused, retry_after_s=again_s)
 
     def _forecast(self, entry: Entry, now: float) -> tuple[int, float | None]:
         """Return how many requests are ahead of a queued entry and its expected wait, None while unknown."""
