@@ -2554,8 +2554,11 @@ def test_before_anything_is_known_a_refusal_says_so() -> None:
     refused = site.enter("b", traffic_class=full)
 
     assert refused is not None
-    assert (refused.expected_wait_s, refused.retry_after_s) == (None, 1.0)
+    assert (refused.expected_wait_s, refused.retry_after_s) == (None, 5.0)
     assert refused.sentence() == "The queue for requests like this one is full (position 2)."
+    following = site.enter("c", traffic_class=full)
+    assert following is not None
+    assert following.retry_after_s == pytest.approx(7.5)  # two would have their turns within five seconds
 
 
 def test_a_class_may_send_late_ones_behind_instead() -> None:

@@ -25,6 +25,10 @@ MISS_PAUSE_S = 0.05
 """A backend whose offered slot was gone is not offered again for this long, unless a request ends there. A
 choice: several round trips to a store, and a part of the age of a snapshot (`store.redis.TICK_S`)."""
 
+UNKNOWN_WAIT_S = 5.0
+"""After what time a refused caller should ask again while no slot can be forecast. A choice: a chat has ended
+within it on most backends, and SDKs, which ask again twice, have not given up by then."""
+
 MOVED_WAIT_S = 1.0
 """How long a request that another policy has moved to another class may wait there, whatever it has waited
 before: a backend may have a slot for it. A choice: time for a turn, and for a probe of a new backend."""
@@ -598,11 +602,12 @@ class WaitingLine:
     ) -> Refused:
         """Return a refusal that tells the caller to ask again after those that were told so before it."""
         refused = _refused(entry, reason, ahead, wait_s, now)
-        if wait_s is None or reason is Reason.NO_BACKEND:
+        if reason is Reason.NO_BACKEND:
             return refused
+        turn_s = UNKNOWN_WAIT_S if wait_s is None else wait_s
         # A model that is swapped in is back for all at the same time.
-        each_s = 0.0 if self._forecasts.away_s(entry.ticket, now) >= wait_s else wait_s / (ahead + 1)
-        again_s = self._lane(entry.ticket).shares.returns.next_s(wait_s, each_s, now)
+        each_s = 0.0 if self._forecasts.away_s(entry.ticket, now) >= turn_s else turn_s / (ahead + 1)
+        again_s = self._lane(entry.ticket).shares.returns.next_s(turn_s, each_s, now)
         return replace(refused, retry_after_s=again_s)
 
     def _forecast(self, entry: Entry, now: float) -> tuple[int, float | None]:
@@ -763,6 +768,6 @@ def _refused(entry: Entry, reason: Reason, ahead: int, wait_s: float | None, now
         reason=reason,
         position=ahead + 1,
         expected_wait_s=wait_s,
-        retry_after_s=max(1.0, min(RETRY_AFTER_MAX_S, wait_s or 1.0)),
+        retry_after_s=max(1.0, min(RETRY_AFTER_MAX_S, UNKNOWN_WAIT_S if wait_s is None else wait_s)),
         waited_s=entry.waited_s(now),
     )
