@@ -168,8 +168,7 @@ class Demo:
         from gateway.demo.scenario import SIZES, Stage, play
 
         story = self._story
-        story.url, story.admin_url = site.url, site.admin_url
-        story.left_out = site.no_jobs
+        story.url, story.left_out = site.url, site.no_jobs
         patience_s = PATIENCE_S + PATIENCE_GPU_S / story.speed
         caller = Caller(site.url, story, self._now, timeout_s=patience_s)
         operator = Operator(site.admin_url, story, self._now)

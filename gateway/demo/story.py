@@ -178,7 +178,7 @@ class Story:
 
     Attributes:
         speed: Engine seconds per second of the clock.
-        url, admin_url: Where the gateway listens; "" before it does.
+        url: Where the gateway listens; "" before it does.
         caption: What is going on, in a sentence.
         fleet: The backends, by name.
         box: The machine on which models take turns.
@@ -192,7 +192,6 @@ class Story:
 
     speed: float
     url: str = ""
-    admin_url: str = ""
     caption: str = ""
     fleet: dict[str, Gauge] = field(default_factory=lambda: {name: Gauge(name) for name in PROFILES})
     box: BoxGauge = field(default_factory=BoxGauge)

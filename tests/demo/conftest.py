@@ -45,7 +45,7 @@ def _add(story: Story, *exchanges: Exchange) -> None:
 
 
 def _busy() -> Story:
-    story = Story(speed=10.0, url="http://127.0.0.1:43911", admin_url="http://127.0.0.1:34327")
+    story = Story(speed=10.0, url="http://127.0.0.1:43911")
     story.caption = "A document of 190,000 tokens: minutes of reading on PUSH. " * 4
     up = Gauge("light-0", "up", "answers", 64, 1.0, 64, 12, 0.4567, 17_900.0)
     story.fleet = {
