@@ -4,8 +4,8 @@ Each is a YAML file beside this module. Every figure in it stands as `{value, ba
 docs/measurements.md explains the sources, docs/profiles.md shows the ten side by side.
 """
 
-from gateway.profiles.figures import PATHS, Figure, override
+from gateway.profiles.figures import PATHS, TEXTS, Figure, override
 from gateway.profiles.library import load, names
 from gateway.profiles.quirks import QUIRKS
 
-__all__ = ["names", "load", "override", "Figure", "PATHS", "QUIRKS"]
+__all__ = ["names", "load", "override", "Figure", "PATHS", "TEXTS", "QUIRKS"]

@@ -84,6 +84,9 @@ PATHS: tuple[str, ...] = (
 )
 """Every figure a profile has."""
 
+TEXTS = ("title", "hardware", "checkpoint", "served_model", "engine_version")
+"""What a profile says about itself."""
+
 
 def assemble(
     name: str, texts: Mapping[str, str], figures: Mapping[str, Figure], quirks: tuple[str, ...]
@@ -125,10 +128,7 @@ def override(
         ValueError: a figure is named that no profile has.
     """
     merged = {path: Figure(_at(base, path), None) for path in PATHS} | dict(figures)
-    own = {
-        key: getattr(base, key)
-        for key in ("title", "hardware", "checkpoint", "served_model", "engine_version")
-    }
+    own = {key: getattr(base, key) for key in TEXTS}
     profile = assemble(name, own | dict(texts or {}), merged, base.quirks)
     kept = {key: told for key, told in base.provenance.items() if not _replaced(key, figures)}
     return replace(profile, provenance=kept | dict(profile.provenance))

@@ -8,9 +8,7 @@ from typing import Any
 import yaml
 
 from gateway.core.profile import Basis, Profile, Provenance
-from gateway.profiles.figures import Figure, assemble, knee_curve
-
-_TEXTS = ("title", "hardware", "checkpoint", "served_model", "engine_version")
+from gateway.profiles.figures import TEXTS, Figure, assemble, knee_curve
 
 
 @cache
@@ -30,7 +28,7 @@ def load(name: str) -> Profile:
     if name not in names():
         raise KeyError(f"no profile {name!r}; there are {', '.join(names())}")
     data = yaml.safe_load(resources.files(__package__).joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
-    texts = {key: str(data.pop(key)) for key in _TEXTS}
+    texts = {key: str(data.pop(key)) for key in TEXTS}
     quirks = tuple(data.pop("quirks", ()))
     return assemble(name, texts, dict(_figures(data)), quirks)
 

@@ -216,12 +216,9 @@ class SiteProfileSection(Section):
     """Seconds it may take to become ready before that counts as a fault."""
 
 
-_TEXTS = ("title", "hardware", "checkpoint", "served_model", "engine_version")
-
-
 def profile(name: str, section: SiteProfileSection) -> Profile:
     """Return the site profile `name`; its `extends` is known to name a shipped one."""
-    own = {key: text for key in _TEXTS if (text := getattr(section, key)) is not None}
+    own = {key: text for key in profiles.TEXTS if (text := getattr(section, key)) is not None}
     return profiles.override(profiles.load(section.extends), name, dict(_figures(section, "")), own)
 
 
