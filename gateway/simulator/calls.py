@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gateway.core.class_counts import CHARS_PER_TOKEN_MAX
 from gateway.core.value import valueclass
 from gateway.simulator import pieces
 from gateway.simulator.options import Quirk, SimulatorOptions
@@ -34,9 +35,6 @@ from gateway.simulator.shapes import (
     note_tools,
 )
 from gateway.simulator.template import IMAGE_TOKENS, Rendered, of_ids, raw, render
-
-CHARS_PER_TOKEN_MAX = 31
-"""vLLM rejects longer texts before it tokenizes them: the longest entry of Gemma's vocabulary."""
 
 _COMPLETION_TOKENS = 16
 """Default output of /v1/completions: vLLM's, and OpenAI's."""
