@@ -42,7 +42,7 @@ from gateway.downstream.keys import KeyRing
 from gateway.downstream.listener import Listener
 from gateway.downstream.origins import Origins
 from gateway.downstream.relay import BodyLimits
-from gateway.downstream.routes import Applications, Operators
+from gateway.downstream.routes import Applications, operators_app
 from gateway.downstream.stored_responses import ResponseRetention
 from gateway.downstream.wire import WireRules
 from gateway.events import about
@@ -75,6 +75,8 @@ from gateway.views import Views
 from gateway.what_if import WhatIf
 
 if TYPE_CHECKING:
+    from litestar.types import ASGIApp
+
     from gateway.job_parts import JobParts
     from gateway.jobs import Worker
     from gateway.store.jobs import RedisJobs
@@ -254,7 +256,7 @@ class Gateway:
             self.clock,
             on_reload=self._reloaded,
         )
-        self.console, self.operators = self._for_operators(line, watch)
+        self.console, self._operators_api = self._for_operators(line, watch)
 
     def _job_parts(self, store: "RedisJobs", rules: WireRules, recorder: Recorder) -> "JobParts":
         from gateway.job_parts import JobParts
@@ -302,8 +304,10 @@ class Gateway:
             store_modes=lambda: self._store.modes() if self._store else {},
         )
 
-    def _for_operators(self, line: WaitingLine, watch: BackendWatch) -> tuple[Console, Operators]:
-        """Return the console and the API for operators, which show all other parts."""
+    def _for_operators(
+        self, line: WaitingLine, watch: BackendWatch
+    ) -> "tuple[Console, Callable[[], ASGIApp]]":
+        """Return the console, and what builds the API for operators; they show all other parts."""
         views = Views(
             policy=lambda: self.policy,
             ledger=self.ledger,
@@ -336,7 +340,8 @@ class Gateway:
             journal=self.journal,
             clock=self.clock,
         )
-        operators = Operators(
+        operators_api = partial(
+            operators_app,
             handlers=[
                 *config_handlers(self.reloader),
                 *job_handlers(None if self.jobs is None else self.jobs.store),
@@ -348,7 +353,7 @@ class Gateway:
             readiness=self._readiness_for_operators,
             names=self.settings.document.admin_names,
         )
-        return console, operators
+        return console, operators_api
 
     def _prepare(self, settings: Settings) -> Callable[[], Awaitable[None]]:
         """Return a function that applies other settings. Everything that can fail is done before it returns.
@@ -522,7 +527,7 @@ class Gateway:
             self._listeners["applications"] = Listener(self.applications.asgi_app(), listen, self.chats)
         admin = None if self.settings.admin is None else bind(*self.settings.admin)
         if admin is not None:
-            self._listeners["operators"] = Listener(self.operators.asgi_app(), admin)
+            self._listeners["operators"] = Listener(self._operators_api(), admin)
         running = Running(
             "" if listen is None else url_of(listen), None if admin is None else url_of(admin), self
         )

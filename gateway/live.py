@@ -87,6 +87,7 @@ class Live:
 
 def _row(number: int, record: RequestRecord) -> Mapping[str, Any]:
     decision, usage = record.decision, record.usage
+    first_at = record.first_byte_at if record.stream else None
     return {
         "number": number,
         "id": record.id,
@@ -105,12 +106,8 @@ def _row(number: int, record: RequestRecord) -> Mapping[str, Any]:
         "prompt_tokens": None if decision is None else decision.estimate.tokens,
         "completion_tokens": None if usage is None else usage.completion_tokens,
         "waited_s": record.queue_s,
-        "ttft_s": _between(record.received_at, record.first_byte_at) if record.stream else None,
+        "ttft_s": None if first_at is None else first_at - record.received_at,
         "tpot_s": record.tpot_s if record.stream else None,
         "total_s": record.ended_at - record.received_at,
         "ttft_target_s": record.ttft_target_s,
     }
-
-
-def _between(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None else end - start

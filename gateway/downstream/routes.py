@@ -176,10 +176,10 @@ class Applications:
         relayed = Relayed(Endpoint.COMPLETIONS, pipeline, readers, rules)
         self._completions: Read = partial(self._idempotency.read, read=relayed.read)
         relayed = Relayed(Endpoint.CHAT, pipeline, readers, rules)
-        self._chats: Read = partial(self._idempotency.read, read=relayed.read)
+        chats: Read = partial(self._idempotency.read, read=relayed.read)
         if self._chat_jobs is not None:
-            self._chats = partial(self._read_chat, self._chat_jobs, relayed)
-        self.chats = ServedChats(self.serving, self._chats, origins, pipeline.cohort)
+            chats = partial(self._read_chat, self._chat_jobs, relayed)
+        self.chats = ServedChats(self.serving, chats, origins, pipeline.cohort)
 
     @property
     def waiting_for_jobs(self) -> int:
@@ -280,71 +280,55 @@ class Applications:
         }
 
 
-class Operators:
-    """The admin API. It has its own listener, which is not exposed by default."""
+def operators_app(
+    *,
+    views: Mapping[str, Callable[[], Any]],
+    metrics: Callable[[], tuple[Callable[[], bytes], str]],
+    readiness: Callable[[], Mapping[str, bool]],
+    names: Collection[str],
+    handlers: Sequence[BaseRouteHandler],
+) -> ASGIApp:
+    """Return the ASGI application for the admin port, a listener that is not exposed by default.
 
-    def __init__(
-        self,
-        *,
-        views: Mapping[str, Callable[[], Any]],
-        metrics: Callable[[], tuple[Callable[[], bytes], str]],
-        readiness: Callable[[], Mapping[str, bool]],
-        names: Collection[str],
-        handlers: Sequence[BaseRouteHandler],
-    ) -> None:
-        """Serve each of `views` under `/admin/<name>` as JSON, and `metrics`.
+    Each of `views` is served under `/admin/<name>` as JSON.
 
-        Args:
-            views: By name.
-            metrics: Returns a function that writes the Prometheus page, in any thread, and its content type.
-            readiness: Returns the conditions for `/readyz`, by name.
-            names: Host names of this port.
-            handlers: Additional route handlers.
-        """
-        self._names = names
-        self._views = views
-        self._handlers = handlers
-        self._metrics = metrics
-        self._readiness = readiness
+    Args:
+        views: By name.
+        metrics: Returns a function that writes the Prometheus page, in any thread, and its content type.
+        readiness: Returns the conditions for `/readyz`, by name.
+        names: Host names of this port.
+        handlers: Additional route handlers.
+    """
 
-    def asgi_app(self) -> ASGIApp:
-        """Return the ASGI application for the admin port."""
+    @get("/metrics")
+    async def page() -> Response[bytes]:
+        write, content_type = metrics()
+        return Response(await beside(write), media_type=content_type)
 
-        @get("/metrics")
-        async def metrics() -> Response[bytes]:
-            write, content_type = self._metrics()
-            return Response(await beside(write), media_type=content_type)
+    @get("/admin/{view:str}")
+    async def admin(request: Request[Any, Any, Any], view: FromPath[str]) -> Response[bytes]:
+        if view not in views:
+            known = ", ".join(sorted((*views, "jobs")))
+            raise RouteNotFound(f"There is nothing at /admin/{view[:100]}. Known views: {known}.")
+        shown = views[view]()
+        if isinstance(shown, tuple) and ("limit" in request.query_params or view == "requests"):
+            shown = shown[: limit_of(request.query_params, LISTED, LISTED_MAX)]
+        # In a thread, because rankings of hundreds of decisions may have to be computed now.
+        body = await anyio.to_thread.run_sync(indented, shown)
+        return Response(body, media_type=MediaType.JSON)
 
-        @get("/admin/{view:str}")
-        async def admin(request: Request[Any, Any, Any], view: FromPath[str]) -> Response[bytes]:
-            if view not in self._views:
-                known = ", ".join(sorted((*self._views, "jobs")))
-                raise RouteNotFound(f"There is nothing at /admin/{view[:100]}. Known views: {known}.")
-            shown = self._views[view]()
-            if isinstance(shown, tuple) and ("limit" in request.query_params or view == "requests"):
-                shown = shown[: limit_of(request.query_params, LISTED, LISTED_MAX)]
-            # In a thread, because rankings of hundreds of decisions may have to be computed now.
-            body = await anyio.to_thread.run_sync(indented, shown)
-            return Response(body, media_type=MediaType.JSON)
+    @get("/readyz", sync_to_thread=False)
+    def readyz() -> Response[dict[str, Any]]:
+        return _readiness(readiness())
 
-        @get("/readyz", sync_to_thread=False)
-        def readyz() -> Response[dict[str, Any]]:
-            return _readiness(self._readiness())
-
-        app = Litestar(
-            [
-                metrics,
-                admin,
-                livez,
-                readyz,
-                *self._handlers,
-            ],
-            openapi_config=None,
-            logging_config=None,
-            exception_handlers=exception_handlers(_NOT_ON_THE_ADMIN_PORT),
-            after_request=_with_id,
-        )
-        return HeadAsGet(OperatorGuard(app, self._names))
+    app = Litestar(
+        [page, admin, livez, readyz, *handlers],
+        openapi_config=None,
+        logging_config=None,
+        exception_handlers=exception_handlers(_NOT_ON_THE_ADMIN_PORT),
+        after_request=_with_id,
+    )
+    return HeadAsGet(OperatorGuard(app, names))
 
 
 @get(Endpoint.CHAT.value + "/{completion_id:str}", sync_to_thread=False)
