@@ -16,7 +16,7 @@ from gateway.settings.yaml_tree import Path
 _SECRET_PARTS = frozenset(
     {
         *("keys", "url", "endpoint", "allowed_origins"),
-        *("api_key_env", "api_key_file", "secret_env", "secret_file"),
+        *("api_key_env", "api_key_file", "secret_env", "secret_file", "headers_env", "token_env"),
     }
 )  # values at these paths are never quoted
 

@@ -405,7 +405,19 @@ def test_a_late_request_may_wait_as_long_as_any_other_and_longer(
         pytest.param(("http://127.0.0.1:9001", "hunter2"), id="a-secret-for-a-url"),
         pytest.param(("backends:", "keys: {a: hunter2}\nbackends:"), id="a-key-in-plain"),
         pytest.param(("backends:", "keys: {a: {sha256: hunter2}}\nbackends:"), id="a-key-for-its-digest"),
-        pytest.param(("9001,", "9001, api_key_env: [hunter2],"), id="a-key-for-its-variable"),
+        pytest.param(("9001,", "9001, api_key_env: 8150162342,"), id="a-key-for-its-variable"),
+        pytest.param(
+            ("backends:", "webhooks: {ops: {url: https://a/, secret_env: 8150162342}}\nbackends:"),
+            id="a-signing-key-for-its-variable",
+        ),
+        pytest.param(
+            ("backends:", "telemetry: {otlp: {endpoint: http://host, headers_env: 8150162342}}\nbackends:"),
+            id="headers-for-their-variable",
+        ),
+        pytest.param(
+            ("backends:", "boxes: {b: {backends: {push: {http: {token_env: 8150162342}}}}}\nbackends:"),
+            id="a-token-for-its-variable",
+        ),
         pytest.param(("http://127.0.0.1:9001", "${SECRET}"), id="from-the-environment"),
         pytest.param(
             ("backends:", "store: redis://:hun/hunter2@host:6379\nbackends:"), id="a-slash-in-a-password"
@@ -428,7 +440,9 @@ def test_a_late_request_may_wait_as_long_as_any_other_and_longer(
 def test_no_message_repeats_a_secret(checked: Check, plain: str, change: tuple[str, str]) -> None:
     report = checked(plain.replace(*change, 1), {"SECRET": "http://u:hunter2@host/v1"})
     assert not report.ok
-    assert "hunter2" not in "".join(map(str, report.problems))
+    said = "".join(map(str, report.problems))
+    assert "hunter2" not in said
+    assert "8150162342" not in said
 
 
 def test_a_missing_variable_is_one_problem(checked: Check, plain: str) -> None:
