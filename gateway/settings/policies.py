@@ -9,7 +9,6 @@ from typing import Any
 from gateway import profiles
 from gateway.core.backends import Backend, Capacity, Gates, JobRoom, Modalities, Pool, Spill, Timeouts
 from gateway.core.policy import (
-    Comparison,
     ModelPolicy,
     OnDisconnect,
     Policy,
@@ -21,6 +20,7 @@ from gateway.core.policy import (
     Weights,
     When,
     WhenLate,
+    range_of,
 )
 from gateway.core.profile import Profile
 from gateway.settings.document import Document
@@ -158,8 +158,7 @@ def _when(section: WhenSection) -> When:
 def _kind(section: ClassSection) -> _Kind:
     if section.when.reasoning:
         return _Kind.REASONING
-    bounds = section.when.prompt_tokens or ()
-    least = max((b.value for b in bounds if b.op in (Comparison.GE, Comparison.GT, Comparison.EQ)), default=0)
+    least, _ = range_of(section.when.prompt_tokens or ())
     return _Kind.DOCUMENT if least >= DOCUMENT_TOKENS else _Kind.CHAT
 
 

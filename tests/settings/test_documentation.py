@@ -83,6 +83,19 @@ def test_the_messages_are_what_check_says(checked: Check) -> None:
     assert TEXT.count("did you mean") == len(checked(bent).problems) == 2
 
 
+@pytest.mark.parametrize(
+    ("lengths", "wait_s"),
+    [('">= 8000"', 900.0), ('"> 7999"', 900.0), ('"== 8000"', 900.0), ('">= 7999"', 1.2), ('"<= 8000"', 1.2)],
+)
+def test_a_class_is_for_documents_if_it_takes_no_prompt_below_8000_tokens(
+    checked: Check, lengths: str, wait_s: float
+) -> None:
+    one = f"      - {{class: c, when: {{prompt_tokens: {lengths}}}, pools: [push]}}\n"
+    settings = checked(WHOLE.partition("    classes:\n")[0] + "    classes:\n" + one).settings
+    assert settings is not None
+    assert settings.policy().models[0].classes[0].waiting.max_wait_s == wait_s
+
+
 def test_the_defaults_of_each_kind_of_class_are_those_of_the_table(checked: Check) -> None:
     whens = ("{reasoning: true}", '{prompt_tokens: ">= 8000"}', '{prompt_tokens: ">= 4000"}')
     classes = "".join(
