@@ -126,9 +126,9 @@ def _metrics(family: Family, since_ns: int, now_ns: int) -> Iterator[Metric]:
     name, data = family.name, _data(family, since_ns, now_ns)
     if data is None or not data.data_points:
         return
+    unit = "s" if name.endswith("_seconds") else "1" if name.endswith("_ratio") else ""
     if family.type == "counter":
         name += "_total"
-    unit = "s" if name.endswith("_seconds") else "1" if name.endswith("_ratio") else ""
     yield Metric(name=name, description=family.documentation, unit=unit, data=data)
 
 

@@ -16,6 +16,7 @@ from anyio.abc import SocketAttribute, SocketStream
 from anyio.streams.tls import TLSStream
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from prometheus_client import CollectorRegistry
@@ -25,7 +26,8 @@ from support.raw_server import answer_of, raw_server
 from gateway.clock import SystemClock
 from gateway.core.usage import Ending, RequestRecord
 from gateway.telemetry import tracing
-from gateway.telemetry.otlp_metrics import MetricsPush
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.otlp_metrics import MetricsPush, metrics_data
 from gateway.telemetry.otlp_metrics import sender as metric_sender
 from gateway.telemetry.tracing import Sender, TraceRules, Tracing
 
@@ -55,6 +57,16 @@ class Moody(MetricExporter):
 
     def shutdown(self, timeout_millis: float = 0, **_: Any) -> None:
         pass
+
+
+def test_whatever_counts_seconds_says_so() -> None:
+    registry = Metrics().registry
+    (found,) = metrics_data(registry, Resource.get_empty(), 0, 1).resource_metrics
+    units = {one.name: one.unit for scope in found.scope_metrics for one in scope.metrics}
+    seconds = {name: unit for name, unit in units.items() if "_seconds" in name}
+    assert "process_cpu_seconds_total" in seconds
+    assert set(seconds.values()) == {"s"}
+    assert units["process_open_fds"] == ""
 
 
 async def test_a_receiver_that_fails_in_any_way_is_sent_the_next(caplog: pytest.LogCaptureFixture) -> None:
