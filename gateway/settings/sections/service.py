@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from gateway.core.files import EXPIRES_MAX_S, EXPIRES_MIN_S
 from gateway.settings.addresses import StoreUrl, WebhookUrl
 from gateway.settings.fields import (
     Count,
@@ -162,7 +163,7 @@ class BatchesSection(Section):
     file_bytes_max_per_key: Positive = 1024 * 1024 * 1024
     """Total bytes of one API key's files, including those that batches produce."""
 
-    file_keep_s: int = Field(default=2_592_000, ge=3_600, le=2_592_000)
+    file_keep_s: int = Field(default=EXPIRES_MAX_S, ge=EXPIRES_MIN_S, le=EXPIRES_MAX_S)
     """Seconds that a file is kept, unless its caller asks for another time: 3600 (an hour) to 30 days."""
 
     queued_max_per_key: Positive = 1_000
