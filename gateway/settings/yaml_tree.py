@@ -275,11 +275,26 @@ def _unended(error: yaml.MarkedYAMLError) -> str:
     return f"{hint} in line {_mark(error.context_mark).line}" if hint else ""
 
 
+_QUOTES = 'put this value in quotes, such as ">= 16000"'
+"""What to do about a value that begins with a character of YAML's own."""
+
+_INDENT = "this line is not indented like those before it"
+"""What to do about a line that begins in another column than its neighbors."""
+
 _HINTS = {
     "character '\\t'": "indent with spaces; this is a tab",
-    "that cannot start any token": 'put this value in quotes, such as ">= 16000"',
+    "that cannot start any token": _QUOTES,
+    "while scanning a block scalar": _QUOTES,
     "expected ',' or '}', but got '{'": 'put a value with braces in quotes, such as "${NAME}"',
-    "but found '<block mapping start>'": "this line is not indented like those before it",
+    "found unknown escape character": "write a backslash twice, or put the value in single quotes",
+    "expected alphabetic or numeric character": 'put this value in quotes, such as "*"',
+    "could not determine a constructor": "put this value in quotes",
+    "but found '<block mapping start>'": _INDENT,
+    "but found '<block sequence start>'": _INDENT,
+    "but found '-'": _INDENT,
+    "but found '<scalar>'": "put the whole value in quotes, or check the indentation",
+    "sequence entries are not allowed": "begin a list on a line of its own, or write it as [a, b]",
+    "expected the node content": "a value is missing here, or has to be in quotes",
     "mapping values are not allowed": "put a value with a colon in quotes, or check the indentation",
 }
 """What to do about errors of the YAML parser, by a part of its message."""
@@ -288,5 +303,6 @@ _UNENDED = {
     "while parsing a flow mapping": "a }, a comma or a quote is missing after the {",
     "while parsing a flow sequence": "a ], a comma or a quote is missing after the [",
     "while scanning a quoted scalar": "there is no end to the quote",
+    "while scanning a simple key": "there is no colon, with a space behind it, after the key",
 }
 """The same where nothing else is known, by what the parser was reading."""

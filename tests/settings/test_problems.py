@@ -303,6 +303,51 @@ def test_what_is_no_origin(checked: Check, plain: str, written: str, message: st
         pytest.param(
             ('">= 16000"', ">= 16000"), 'put this value in quotes, such as ">= 16000"', id="no-quotes"
         ),
+        pytest.param(
+            ("backends:", "x:\n  prompt_tokens: >= 16000\nbackends:"),
+            'put this value in quotes, such as ">= 16000"',
+            id="no-quotes-on-a-line-of-its-own",
+        ),
+        pytest.param(
+            ("backends:", "allowed_origins: *\nbackends:"),
+            'put this value in quotes, such as "*"',
+            id="star-without-quotes",
+        ),
+        pytest.param(("backends:", "store: !x\nbackends:"), "put this value in quotes", id="a-tag"),
+        pytest.param(
+            ("backends:", "listen:127.0.0.1:80\nbackends:"),
+            "there is no colon, with a space behind it, after the key in line 2",
+            id="no-space-behind-the-colon",
+        ),
+        pytest.param(
+            ("backends:", "backends"),
+            "there is no colon, with a space behind it, after the key in line 2",
+            id="no-colon",
+        ),
+        pytest.param(
+            ("backends:", "x:\n  y:\n    - 1\n   - 2\nbackends:"),
+            "this line is not indented like those before it",
+            id="an-entry-further-left",
+        ),
+        pytest.param(
+            ("backends:", "x:\n  y: 1\n  - 2\nbackends:"),
+            "this line is not indented like those before it",
+            id="an-entry-among-keys",
+        ),
+        pytest.param(
+            ("backends:", 'listen: "127.0.0.1":80\nbackends:'),
+            "put the whole value in quotes",
+            id="something-behind-the-quotes",
+        ),
+        pytest.param(
+            ("backends:", "allowed_origins: - a\nbackends:"),
+            "begin a list on a line of its own",
+            id="a-list-behind-its-key",
+        ),
+        pytest.param(
+            ("backends:", 'store: "C:\\data"\nbackends:'), "write a backslash twice", id="a-backslash"
+        ),
+        pytest.param(("9001,", "9001,,"), "a value is missing here", id="two-commas"),
         pytest.param(("backends:", "keys:\nbackends:"), "name at least one key", id="keys-all-commented-out"),
         pytest.param(("backends:", "keys: {a: {}}\nbackends:"), "exactly one of", id="key-of-nothing"),
         pytest.param(
