@@ -216,7 +216,10 @@ def explain(
             )
             found = json.loads(explanation.as_json())
     except GatewayError as error:
-        fail(f"the gateway would answer {error.status} {error.code}: {error.message}")
+        if not as_json:
+            fail(f"the gateway would answer {error.status} {error.code}: {error.message}")
+        refused = {"status": error.status, "code": error.code, "message": error.message}
+        found = {"refused": refused}
     except (explaining.NotAnswered, OSError) as error:
         fail(str(error))
     if as_json:

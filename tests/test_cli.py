@@ -329,6 +329,10 @@ def test_explain_of_what_would_be_refused_is_1(body: str, says: str) -> None:
 
     assert result.exit_code == 1
     assert says in result.output
+    as_json = run("explain", "--config", DEMO, "--json", "-", stdin=body)
+    refused = json.loads(as_json.stdout)["refused"]
+    assert as_json.exit_code == 1
+    assert f"{refused['status']} {refused['code']}: {refused['message']}".startswith(says)
 
 
 def test_explain_for_a_key_that_there_is_not_is_1(tmp_path: Path) -> None:
