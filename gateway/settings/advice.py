@@ -26,6 +26,10 @@ STREAM_SLOW, PROMPT_SLOW = 1.0, 10.0
 """Tokens per second that a single stream gets, and of a prompt that is read, below which figures are taken
 for milliseconds. A choice: far below every measured system, and slower than anybody waits for."""
 
+TPOT_SHORT_S = 0.001
+"""Seconds per output token below which a target is taken for a number of seconds. A choice: a fifth of what
+a single stream takes on the fastest measured system."""
+
 _PROMPT_TOKENS = 1_000
 """Length of that prompt. A choice: one batch of most engines."""
 
@@ -37,6 +41,7 @@ def warnings(settings: Settings, environ: Mapping[str, str]) -> tuple[Problem, .
         *_models(policy),
         *_unused(settings, policy),
         *_profiles(settings),
+        *_targets(policy),
         *_backends(settings, policy),
         *_authorities(settings, environ),
         *_boxes(settings, policy),
@@ -231,6 +236,17 @@ def _profiles(settings: Settings) -> Iterator[Finding]:
             continue
         message = f"profile {name}: by its figures {what}; the times in `perf` are seconds, not milliseconds"
         yield Finding(("profiles", name, "perf"), message)
+
+
+def _targets(policy: Policy) -> Iterator[Finding]:
+    """Yield the pools whose target for the time per token only a mistake in the unit explains."""
+    for name, pool in policy.pools.items():
+        if pool.tpot_target_s is not None and pool.tpot_target_s < TPOT_SHORT_S:
+            message = (
+                f"pool {name}: no stream gets {1 / pool.tpot_target_s:,.0f} tokens/s; tpot_target_ms is in "
+                "milliseconds, not seconds"
+            )
+            yield Finding(("pools", name, "tpot_target_ms"), message)
 
 
 def _backends(settings: Settings, policy: Policy) -> Iterator[Finding]:

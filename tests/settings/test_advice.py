@@ -325,6 +325,25 @@ def test_times_in_milliseconds_are_pointed_out(
     assert [one.line for one in report.warnings] == [1] * len(report.warnings)
 
 
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (
+            "0.08",
+            ["pool push: no stream gets 12,500 tokens/s; tpot_target_ms is in milliseconds, not seconds"],
+        ),
+        ("1", []),
+        ("80", []),
+    ],
+)
+def test_a_target_in_seconds_is_pointed_out(plain: str, checked: Check, target: str, said: list[str]) -> None:
+    """Such a target would be missed by every token, and the pool get the least share of its knee for good."""
+    report = checked(plain.replace("push: [push]", f"push: {{backends: [push], tpot_target_ms: {target}}}"))
+
+    assert report.ok
+    assert [one.message for one in report.warnings] == said
+
+
 @pytest.mark.parametrize("name", profiles.names())
 def test_every_shipped_pool_holds_its_whole_window(name: str) -> None:
     capacity = profiles.load(name).capacity
