@@ -417,7 +417,8 @@ class Gateway:
             self.metrics.restart_needed.set(bool(found.changes.at_start))
 
     def _backend_changed(self, backend_id: str, old: BackendStatus, new: BackendStatus) -> None:
-        logs.backend_changed(backend_id, old, new)
+        backend = self.policy.backends.get(backend_id)
+        logs.backend_changed(backend_id, old, new, backend.versions if backend is not None else ())
         self.metrics.backend_changed(backend_id, old, new)
         self.pipeline.room.look()
         if lost(new) and not lost(old):

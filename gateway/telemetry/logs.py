@@ -19,11 +19,13 @@ import anyio
 import msgspec
 
 from gateway.clock import SystemClock
+from gateway.core import versions
 from gateway.core.count_check import Cause, CountDrift
 from gateway.core.health import BackendStatus, ProbeFault, State
 from gateway.core.jobs import AttemptEnd, AttemptOutcome, JobStatus
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.value import valueclass
+from gateway.core.versions import VersionBound
 from gateway.core.webhooks import SCHEDULE_S, WebhookAttempt, WebhookOutcome
 from gateway.events import about
 from gateway.ports import Clock
@@ -401,8 +403,13 @@ def _only_handler(logger: logging.Logger | None) -> logging.Handler | None:
     return only
 
 
-def backend_changed(backend_id: str, old: BackendStatus, new: BackendStatus) -> None:
-    """Log changes of a backend's state, of whether it serves the right models, and is a single engine."""
+def backend_changed(
+    backend_id: str, old: BackendStatus, new: BackendStatus, allowed: tuple[VersionBound, ...] = ()
+) -> None:
+    """Log changes of a backend's state, of whether it serves the right models, and is a single engine.
+
+    `allowed`: the range of versions that its engine may have.
+    """
     if new.model_error != old.model_error and (new.model_error or new.served_models):
         fleet_log.log(
             logging.WARNING if new.model_error else logging.INFO,
@@ -410,6 +417,15 @@ def backend_changed(backend_id: str, old: BackendStatus, new: BackendStatus) -> 
             backend_id,
             new.model_error or "serves the right model now",
             extra=about("backend_model", backend=backend_id, reason=new.model_error or None),
+        )
+    wrong, before = _wrong_version(new, allowed), _wrong_version(old, allowed)
+    if wrong != before and (wrong or new.served_models):
+        fleet_log.log(
+            logging.WARNING if wrong else logging.INFO,
+            "%s: %s",
+            backend_id,
+            f"{wrong}: it gets no requests" if wrong else "its engine has an allowed version now",
+            extra=about("backend_version", backend=backend_id, reason=wrong or None),
         )
     if new.is_asleep is not old.is_asleep:
         fleet_log.info(
@@ -447,6 +463,11 @@ def backend_changed(backend_id: str, old: BackendStatus, new: BackendStatus) -> 
             reason=new.reason,
         ),
     )
+
+
+def _wrong_version(status: BackendStatus, allowed: tuple[VersionBound, ...]) -> str:
+    """Return why an engine's version is not allowed; "" if it is, or is not known yet."""
+    return versions.misfit(allowed, status.version) if status.served_models else ""  # queried together
 
 
 def count_drifted(drift: CountDrift) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import logging
 import re
 import struct
 import zlib
@@ -835,7 +836,7 @@ async def test_a_backend_that_serves_another_model_is_said_and_makes_nothing_rea
     ],
 )
 async def test_a_backend_that_would_be_given_nothing_counts_as_none(
-    tmp_path: Path, configured: dict[str, Any], why: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, configured: dict[str, Any], why: str
 ) -> None:
     async with (
         site(
@@ -860,6 +861,13 @@ async def test_a_backend_that_would_be_given_nothing_counts_as_none(
     assert re.fullmatch(why, shown["kept_out"])
     assert f'gateway_backend_usable{{backend="light-0"}} {0.0 if why else 1.0}' in page
     assert f'gateway_backend_drained{{backend="light-0"}} {float("drain" in configured)}' in page
+    warned = [
+        one.getMessage()
+        for one in caplog.records
+        if one.name == "gateway.fleet" and one.levelno == logging.WARNING
+    ]
+    assert len(warned) == bool(configured.keys() & {"model", "versions"})
+    assert all(shown["kept_out"].split(": ", 1)[1] in message for message in warned)
 
 
 async def test_draining_finishes_streams_and_refuses_new_work(fleet: Site) -> None:

@@ -39,6 +39,7 @@ from gateway.core.request import CountMode, Estimate
 from gateway.core.swap_policy import Backlog, Cause, Plan
 from gateway.core.tpot_control import TpotControl
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord, Usage
+from gateway.core.versions import bounds
 from gateway.core.webhooks import Delivery, WebhookAttempt, WebhookOutcome, failed, judge
 from gateway.pipeline import BackendSnapshot
 from gateway.pipeline.box_controller import BoxSnapshot
@@ -759,6 +760,30 @@ def test_a_wrong_model_is_one_line_and_so_is_its_end() -> None:
     assert [(one["event"], one["level"], one["message"], one.get("reason")) for one in said] == [
         ("backend_model", "warning", "push: serves qwen, not gemma", "serves qwen, not gemma"),
         ("backend_model", "info", "push: serves the right model now", None),
+    ]
+
+
+@pytest.mark.usefixtures("_logging_as_it_was")
+def test_a_version_that_is_not_allowed_is_one_line_and_so_is_its_end() -> None:
+    """Its state alone says that it is up."""
+    out = io.StringIO()
+    logs.set_up("info", out)
+    unknown = BackendStatus(State.UP)
+    right, wrong, none = (
+        BackendStatus(State.UP, served_models=("gemma",), version=version) for version in ("0.23", "0.24", "")
+    )
+
+    for old, new in ((unknown, right), (right, wrong), (wrong, wrong), (wrong, unknown), (unknown, none)):
+        logs.backend_changed("push", old, new, bounds("< 0.24"))
+    logs.backend_changed("push", none, right, bounds("< 0.24"))
+    logs.backend_changed("push", right, wrong)
+
+    said = [json.loads(line) for line in out.getvalue().splitlines()]
+    newer, silent = "engine version 0.24, not < 0.24", "the engine does not report its version"
+    assert [(one["event"], one["level"], one["message"], one.get("reason")) for one in said] == [
+        ("backend_version", "warning", f"push: {newer}: it gets no requests", newer),
+        ("backend_version", "warning", f"push: {silent}: it gets no requests", silent),
+        ("backend_version", "info", "push: its engine has an allowed version now", None),
     ]
 
 
