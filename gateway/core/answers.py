@@ -100,6 +100,15 @@ class BackendError:
         return message
 
 
+class InvalidAnswer(BackendError):
+    """An answer that is broken in itself. The message is ours, so that the log may have it."""
+
+    @property
+    def gist(self) -> str:
+        """See `BackendError.gist`."""
+        return f"status 200, but {self.message[0].lower()}{self.message[1:].rstrip('.')}"
+
+
 class UnfitAnswer(BackendError):
     """A complete answer that is not what was asked for. The backend is healthy; a retry may succeed."""
 
@@ -220,7 +229,7 @@ class Answer:
         if ABORTED in self.finish_reasons:
             return BackendError("The engine aborted the request: it is stopping.", code=ABORTED)
         if not self.finish_reasons or not all(self.finish_reasons):  # "" is none, as in a stream
-            return BackendError("The answer is incomplete.")
+            return InvalidAnswer("The answer is incomplete.")
         found = len(self.finish_reasons)
         return FewerChoices(found, choices) if found < choices else None
 

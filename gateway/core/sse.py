@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from gateway.core.answers import ABORTED, BackendError, FewerChoices, error_of, usage_of
+from gateway.core.answers import ABORTED, BackendError, FewerChoices, InvalidAnswer, error_of, usage_of
 from gateway.core.decoding import decode
 from gateway.core.event_template import EventTemplate
 from gateway.core.naming import ModelNames
@@ -47,8 +47,8 @@ _END_BYTES_MAX = 4
 _WORTH_PARSING = re.compile(
     rb'"error"|"detail"|"object"\s*:\s*"error|"finish_reason"\s*:\s*"[^"]|"usage"\s*:\s*\{|\[DONE\]'
 )
-_UNFINISHED = BackendError("The answer ended before it was finished.")
-TOO_MANY = BackendError("The backend answered with too many choices or tool calls.")
+_UNFINISHED = InvalidAnswer("The answer ended before it was finished.")
+TOO_MANY = InvalidAnswer("The backend answered with too many choices or tool calls.")
 
 
 class StreamReader:
@@ -183,7 +183,7 @@ class StreamReader:
         self._tail.append(data)
         self._tail_bytes += len(data)
         if self._tail_bytes > EVENT_BYTES_MAX:
-            self.fault = BackendError("An event of the answer has no end.")
+            self.fault = InvalidAnswer("An event of the answer has no end.")
         return b""
 
     def _last_bytes(self) -> bytes:
@@ -224,7 +224,7 @@ class StreamReader:
                 return
             decoded = self._decoded(payload)
             if decoded is None:
-                self.fault = BackendError("The backend sent an invalid event.")
+                self.fault = InvalidAnswer("The backend sent an invalid event.")
                 return
             self.fault = error_of(decoded)
             if self.fault is None:

@@ -12,7 +12,7 @@ from math import inf
 import anyio
 
 from gateway.core import answers, deciding, quirks
-from gateway.core.answers import ABORTED, BackendError, FewerChoices, UnfitAnswer
+from gateway.core.answers import ABORTED, BackendError, FewerChoices, InvalidAnswer, UnfitAnswer
 from gateway.core.backends import Backend, Timeouts
 from gateway.core.decision import Candidate
 from gateway.core.errors import (
@@ -53,7 +53,7 @@ END_OF_BODY_S = 1.0
 """How long a backend may take to close the body after `[DONE]` before the connection is dropped. A choice:
 engines do so at once."""
 
-_HELD_TO_ITS_END = BackendError("The backend answered for other choices than those asked for.")
+_HELD_TO_ITS_END = InvalidAnswer("The backend answered for other choices than those asked for.")
 
 _JSON: Headers = ((b"content-type", b"application/json"),)
 
@@ -304,7 +304,7 @@ class Attempt:
             self._held.append(ready)
             held += len(ready)
             if held > ANSWER_BYTES_MAX:
-                raise self._faulty(BackendError("The answer does not begin."))
+                raise self._faulty(InvalidAnswer("The answer does not begin."))
             if reader.fault is not None:
                 return False
             if not reader.has_content:
@@ -380,7 +380,7 @@ class Attempt:
         body = await response.read_whole(ANSWER_BYTES_MAX)
         answer = read_whole(body)
         if answer is None:
-            raise self._faulty(BackendError("The backend sent an invalid answer."))
+            raise self._faulty(InvalidAnswer("The backend sent an invalid answer."))
         context = self._context
         if (fault := answer.fault(context.incoming.request.choices)) is not None:
             raise self._faulty(fault)
@@ -460,7 +460,7 @@ class Attempt:
             return AnswerUnfit(fault.message, code=fault.code)
         if fault.status is not None and not self._context.is_answered:
             return self._verdict(fault.status, fault)
-        self._detail = fault.gist or "status 200, but an error or an invalid answer"
+        self._detail = fault.gist or "status 200, but an error in the answer"
         self._context.crashes += fault.is_crash
         is_stopping = fault.code == ABORTED
         if is_stopping:

@@ -12,6 +12,7 @@ from pathlib import Path
 import anyio
 import httpx
 import pytest
+from openai import APIError
 from support import clients
 from support.redis_server import own_server
 from support.site import simulated, site
@@ -191,4 +192,39 @@ async def test_a_failed_attempt_is_found_by_the_id_that_its_caller_got(
     assert [(line["event"], line["backend"]) for line in lines] == [
         ("attempt_failed", "light-0"),
         ("request", "light-1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (Fault.TRUNCATE, "status 200, but the answer ended before it was finished"),
+        (Fault.DIE_MID_STREAM, "The connection to the backend broke."),
+    ],
+)
+async def test_a_stream_that_broke_is_found_by_its_id_and_its_line_says_what_was_wrong_with_it(
+    tmp_path: Path, out: io.StringIO, fault: Fault, reason: str
+) -> None:
+    """The SDK's error for it has no request id, unlike that of an answer with a status."""
+    async with site(
+        tmp_path,
+        fleet=simulated({"light-0": "h100-tp1-light"}),
+        pools={"light": ["light-0"]},
+        models={"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}},
+    ) as running:
+        running.backends["light-0"].order(FaultOrder(fault, count=1))
+        stream = await running.openai().chat.completions.create(
+            model="gemma-4", messages=[{"role": "user", "content": "Count from 1 to 90."}], stream=True
+        )
+        chunks = []
+        with pytest.raises(APIError) as broken:
+            async for chunk in stream:
+                chunks.append(chunk)
+    id = stream.response.headers["x-request-id"]
+    assert not hasattr(broken.value, "request_id")
+    assert {chunk.id for chunk in chunks} == {f"chatcmpl-{id}"}
+    lines = [json.loads(line) for line in out.getvalue().splitlines() if id in line]
+    assert [(line["event"], line["reason"]) for line in lines] == [
+        ("attempt_failed", reason),
+        ("request", reason),
     ]

@@ -4,13 +4,13 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from gateway.core.answers import BackendError
+from gateway.core.answers import BackendError, InvalidAnswer
 from gateway.core.decoding import decode
 from gateway.core.naming import ModelNames
 from gateway.core.quirks.remedy import Remedies, Remedy
 from gateway.core.sse import TOO_MANY, StreamReader, is_credible
 
-_NO_ANSWER = BackendError("The backend sent an invalid answer.")
+_NO_ANSWER = InvalidAnswer("The backend sent an invalid answer.")
 _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
