@@ -147,6 +147,7 @@ class Box:
         cause: Why it is swapping.
         pending: While stopping, backends to stop after `backend`; while failed, those being stopped.
         number: Of the latest order.
+        fence: The number of the ownership under which that was; 0 if unknown.
         is_started: While booting, whether the start command has succeeded; while stopping, whether the
             target is in already.
         tries: Attempts at the present command.
@@ -175,6 +176,7 @@ class Box:
     cause: Cause = Cause.NOTHING
     pending: tuple[str, ...] = ()
     number: int = 0
+    fence: int = 0
     is_started: bool = False
     tries: int = 0
     failure: str = ""
@@ -374,6 +376,15 @@ def unowned(found: frozenset[str], now: float) -> Box | None:
     (name,) = found
     box = Box(State.RESIDENT, now, "found running; the store is unavailable", name)
     return _begun(replace(box, resident_since=now, busy_at=now), now)
+
+
+def is_outdated(told: Box, known: Box) -> bool:
+    """Return whether a state that the store has is older than the one that a process knows.
+
+    So it is after a restart from an old snapshot. Numbers of ownerships rise, and so do those of an owner's
+    orders.
+    """
+    return told.fence > 0 and (told.fence, told.number) < (known.fence, known.number)
 
 
 def left_alone(box: Box, now: float) -> Box:

@@ -19,7 +19,9 @@ UNHEARD_MAX_S = 15.0
 is gone by then, and one that cannot reach the store uses the model that it knows to be in (docs/boxes.md)."""
 
 _TIMES = ("since", "resident_since", "batch_at", "busy_at", "served_at", "moved_at", "oldest_at")
-_MAPPED = frozenset({"state", "cause", "quarantine", "restarts", "boot_s", "pending", "due_at", "failure"})
+_MAPPED = frozenset(
+    {"state", "cause", "quarantine", "restarts", "boot_s", "pending", "due_at", "failure", "fence"}
+)
 _OWN = frozenset({"known_restarts", "retry_at", "is_timed"})  # private to who counted or ordered
 _PLAIN = tuple(one.name for one in fields(Box) if one.name not in {*_TIMES, *_MAPPED, *_OWN})
 
@@ -34,6 +36,7 @@ def written(box: Box, now: float) -> str:
         "pending": list(box.pending),
         "due_at": _age(box.due_at, now),
         "failure": box.failure,
+        "fence": box.fence,
         "quarantine": {
             name: [held.reason, round(now - held.at, 3), held.gone] for name, held in box.quarantine.items()
         },
@@ -56,6 +59,7 @@ def read(text: str, now: float) -> Box | None:
             pending=tuple(report["pending"]),
             due_at=_at(report.get("due_at"), now),
             failure=str(report.get("failure", "")),
+            fence=int(report.get("fence", 0)),
             quarantine={
                 name: Quarantine(str(reason), now - float(age), bool(gone))
                 for name, (reason, age, gone) in report["quarantine"].items()

@@ -12,7 +12,7 @@ the store to the line is briefly missed rather than counted twice.
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import anyio
@@ -37,6 +37,7 @@ from gateway.core.box import (
     back_at,
     comes_at,
     is_out,
+    is_outdated,
     left_alone,
     objection,
     outlook,
@@ -317,7 +318,9 @@ class BoxController:
         if (gained or not reply.fence) and reply.state:
             if reply.state != kept.told:  # an owner that has died says nothing new
                 kept.told, kept.told_box = reply.state, read(reply.state, now)
-            kept.box = kept.told_box or kept.box
+            told = kept.told_box
+            if told is not None and not (gained and is_outdated(told, kept.box)):
+                kept.box = told
             kept.swaps.observe(kept.box)  # a swap is counted by the owner that completes it
         kept.fence = reply.fence
         if not kept.fence:
@@ -326,6 +329,7 @@ class BoxController:
         events: list[Event] = [*kept.reports]
         kept.reports.clear()
         if gained:
+            kept.box = replace(kept.box, fence=kept.fence)
             log.info(
                 "box %s: this gateway now switches its models (fence %d)",
                 kept.name,

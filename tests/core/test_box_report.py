@@ -17,6 +17,7 @@ BOX = Box(
     cause=Cause.JOBS,
     pending=("phi",),
     number=12,
+    fence=1_795_244_911_000,
     is_started=True,
     tries=2,
     failure="HTTP 500",
@@ -53,10 +54,10 @@ def test_a_box_is_read_as_it_was_written_by_a_clock_of_ones_own() -> None:
     )
 
 
-def test_a_box_of_a_version_that_does_not_tell_of_failures_is_read() -> None:
+def test_a_box_of_a_version_that_tells_of_neither_failures_nor_fences_is_read() -> None:
     told = json.loads(written(BOX, 0.0))
-    del told["failure"]
-    assert read(json.dumps(told), 0.0) == replace(BOX, failure="")
+    del told["failure"], told["fence"]
+    assert read(json.dumps(told), 0.0) == replace(BOX, failure="", fence=0)
 
 
 def test_a_note_of_a_version_that_does_not_tell_what_it_knows_is_read() -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import anyio
 import pytest
+from redis.asyncio import Redis
 from support.boards import EmulatedBoard
 from support.redis_server import own_server
 
@@ -729,6 +730,61 @@ async def test_a_gateway_that_has_its_box_back_serves_on_without_another_canary(
         await board_of(machine, "one").leave("spark")  # as after a pause of the whole process
         await one.until(lambda: one.snapshot.fence == 2)
         assert (one.at, one.snapshot.box.number) == ((State.RESIDENT, "qwen"), number)
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        pytest.param((State.STOPPING, "qwen"), id="stopping"),
+        pytest.param((State.BOOTING, "gemma"), id="booting"),
+    ],
+)
+async def test_an_order_in_an_old_snapshot_of_the_store_is_not_repeated(
+    tmp_path: Path, then: tuple[State, str]
+) -> None:
+    machine = Machine(stops=anyio.Event(), starts=anyio.Event())
+    waits = {State.STOPPING: machine.stops, State.BOOTING: machine.starts}
+    with own_server("valkey-9", tmp_path) as server:
+        boards = [RedisBoard(server.url, prefix="gw", owner=name) for name in ("one", "two")]
+        one, two = (
+            Process(machine, name, board=board) for name, board in zip(("one", "two"), boards, strict=True)
+        )
+        async with at_work(one), Redis.from_url(server.url) as redis, anyio.create_task_group() as tasks:
+            tasks.start_soon(two.controller.run)
+            await one.is_due_to_swap()
+            snapshot: bytes | str | None = None
+            for state, backend in ((State.STOPPING, "qwen"), (State.BOOTING, "gemma")):
+                await one.is_at(state, backend)
+                await two.is_at(state, backend)
+                if (state, backend) == then:
+                    snapshot = await redis.get("{gw:box:spark}:state")
+                event = waits[state]
+                assert event is not None
+                event.set()
+            await one.is_at(State.RESIDENT, "gemma")
+            machine.lanes_there = [Lane("qwen/work", 4, 0, oldest_s=10.0)]
+            machine.now += 301
+            await one.is_at(State.RESIDENT, "qwen")
+            await two.is_at(State.RESIDENT, "qwen")
+            machine.lanes_there = []
+            swapped = ["stop qwen", "start gemma", "stop gemma", "start qwen"]
+            assert machine.orders == swapped
+
+            fence = one.snapshot.fence
+            async with redis.pipeline() as restart:  # what was leased then is nobody's any more
+                assert snapshot is not None
+                restart.set("{gw:box:spark}:state", snapshot)
+                restart.delete("{gw:box:spark}:owner", "{gw:box:spark}:notes")
+                await restart.execute()
+            await one.until(lambda: max(one.snapshot.fence, two.snapshot.fence) > fence)
+            for _ in range(5):
+                await one.another_look()
+            await one.is_at(State.RESIDENT, "qwen")
+            await two.is_at(State.RESIDENT, "qwen")
+            assert machine.orders == swapped
+            tasks.cancel_scope.cancel()
+        for board in boards:
+            await board.aclose()
 
 
 async def test_a_model_that_restarts_by_itself_is_checked_before_it_serves_on() -> None:
