@@ -10,6 +10,7 @@ local process, ttl = ARGV[1], tonumber(ARGV[2])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local owner = redis.call('GET', KEYS[1])
+redis.call('DEL', KEYS[1] .. ':full') -- for a server that is full: see settle.lua
 
 if ttl == 0 then
     if owner == process then

@@ -10,6 +10,7 @@ local OWNER, TTL, OWN_FACTS, LONGEST, CHANNEL = ARGV[1], tonumber(ARGV[2]), ARGV
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('DEL', REPLICAS .. ':full') -- for a server that is full: see settle.lua
 redis.call('ZADD', REPLICAS, now + TTL, OWNER)
 if type(redis.pcall('HLEN', FACTS)) ~= 'number' then
     redis.call('DEL', FACTS) -- of another type: not ours

@@ -26,6 +26,10 @@ local EXPIRES, LAST, WAITED, KEPT_ON, HEAD = 1, 2, 3, 4, 4 -- offsets in an acco
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
+-- A server that is full refuses a script's first write, or none. This one needs no room, for there is no such key: jobs
+-- that fill a server could not make room if nobody knew how many may run.
+redis.call('DEL', ACCOUNTS .. ':full')
+
 local function numbers(text)
     local found = {}
     for word in string.gmatch(text, '%S+') do

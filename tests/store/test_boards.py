@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 from support.boards import EmulatedBoard
 from support.redis_server import RedisServer, legs
 
@@ -136,6 +137,22 @@ async def test_a_store_that_is_away_is_no_answer(stoppable: RedisServer) -> None
         await board.leave("spark")
     finally:
         await board.aclose()
+
+
+async def test_a_server_that_is_full_has_owners_all_the_same(stoppable: RedisServer) -> None:
+    async with Redis.from_url(stoppable.url) as redis:
+        await redis.config_set("maxmemory", 1)
+    one, two = board_of("one", stoppable.url, "gw"), board_of("two", stoppable.url, "gw")
+    try:
+        own = await one.sync("spark", fence=0, state="", note="")
+        assert own is not None and own.fence
+        assert await one.sync("spark", fence=own.fence, state="draining", note="mine") is not None
+        seen = await two.sync("spark", fence=0, state="", note="")
+        assert seen is not None
+        assert (seen.fence, seen.state, list(seen.others)) == (0, "draining", ["mine"])
+    finally:
+        await one.aclose()
+        await two.aclose()
 
 
 async def test_numbers_go_on_rising_when_the_store_has_lost_everything(valkey: Any) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
+from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from support.redis_server import own_server
+from support.redis_server import RedisServer, own_server
 
 from gateway.core.decision import Exclusion
 from gateway.core.load import NO_LOAD, UNLIMITED, Load
@@ -698,3 +699,16 @@ async def test_a_server_that_refuses_is_away_too(store: Store, connect: Connect)
         await ledger.acquire("b", CLAIM, LIMITS)
     with pytest.raises(RedisError):
         await store.redis.hlen(store.key("b", "accounts"))
+
+
+async def test_a_server_that_is_full_of_jobs_shares_limits_all_the_same(stoppable: RedisServer) -> None:
+    async with Redis.from_url(stoppable.url) as redis:
+        await redis.config_set("maxmemory", 1)
+    one, two = (RedisLedger(stoppable.url, command_s=10.0, **NO_LOOKS) for _ in range(2))
+    async with running(one, two):
+        slots = [await take(one), await take(two)]
+        assert isinstance(await one.acquire("b", CLAIM, LIMITS), Exclusion)
+        await one.release(slots[0])
+        assert isinstance(await two.acquire("b", CLAIM, LIMITS), Slot)
+    for ledger in (one, two):
+        await ledger.aclose()
