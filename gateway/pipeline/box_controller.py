@@ -96,8 +96,8 @@ class BoxSnapshot:
         stored: Demand for each of its backends in the job store.
         is_owner: Whether this process owns the box.
         fence: The fencing token of that ownership; 0 if there is none.
-        waits_for: While it drains, or a command has failed, what keeps it from going on, as far as this
-            process knows.
+        waits_for: While it drains, a command has failed or the store is away, what keeps it from going on, as
+            far as this process knows.
         at: When this was taken, monotonic seconds.
     """
 
@@ -123,6 +123,7 @@ class _Kept:
     fence: int = 0
     has_heard: bool = False  # the board has replied at least once
     heard_at: float = 0.0  # when it last did, monotonic seconds
+    is_unheard: bool = False  # it did not reply to the latest question
     told: str = ""  # the state on the board as last read
     told_box: Box | None = None  # what it says: its ages count from when it was first read
     entered_at: float = 0.0  # when this process learned of the current state, monotonic seconds
@@ -220,13 +221,16 @@ class BoxController:
         found = {}
         for name, kept in self._kept.items():
             wants, stored = self._in_lines(kept), self._stored(kept)
-            plan = outlook(kept.rules, kept.box, _both(wants, stored), now)
+            plan = _outlook(kept, _both(wants, stored), now)
+            waits_for = self._waits_for(kept, plan)
             found[name] = BoxSnapshot(
-                kept.box, plan, wants, stored, kept.fence > 0, kept.fence, self._waits_for(kept), now
+                kept.box, plan, wants, stored, kept.fence > 0, kept.fence, waits_for, now
             )
         return found
 
-    def _waits_for(self, kept: _Kept) -> str:
+    def _waits_for(self, kept: _Kept, plan: Plan) -> str:
+        if kept.is_unheard and (plan.target or kept.box.state in _AT_WORK):
+            return "the store, which does not answer"
         if kept.box.failure:
             return f"another try: {kept.box.failure}"
         if kept.box.state is not State.DRAINING:
@@ -253,7 +257,7 @@ class BoxController:
             kept = self._home.get(name)
             if kept is None or kept.objections[name] is None:
                 return 0.0
-            plan = outlook(kept.rules, kept.box, self._wants(kept), now)
+            plan = _outlook(kept, self._wants(kept), now)
             at = comes_at(kept.box, plan, name, kept.boot_s, now)
             if at is not None:
                 times.append(at - now)
@@ -302,6 +306,7 @@ class BoxController:
         )
         await self._read_store(kept)
         now = self._clock.now()
+        kept.is_unheard = reply is None
         if reply is None:
             kept.hearing.forget()
             if kept.box.state is State.UNKNOWN and not kept.has_heard:
@@ -540,6 +545,12 @@ class BoxController:
 def _is_ready(status: health.BackendStatus) -> bool:
     is_there = status.down_since is None and status.state not in _LOST and not status.is_asleep
     return is_there and bool(status.served_models)
+
+
+def _outlook(kept: _Kept, wants: Mapping[str, Backlog], now: float) -> Plan:
+    """Return a box's next action. Nobody knows when a swap begins while the store is away."""
+    plan = outlook(kept.rules, kept.box, wants, now)
+    return replace(plan, at=None) if kept.is_unheard else plan
 
 
 def _both(wants: Mapping[str, Backlog], more: Mapping[str, Backlog]) -> Mapping[str, Backlog]:

@@ -479,7 +479,9 @@ async def test_a_box_serves_on_without_its_store_and_swaps_when_it_is_back(tmp_p
 
             tasks.start_soon(ask)
             await site.until(
-                lambda: site.gateway.boxes.snapshots()["spark"].plan.is_due(site.gateway.clock.now())
+                lambda: (
+                    site.gateway.boxes.snapshots()["spark"].waits_for == "the store, which does not answer"
+                )
             )
             assert (await site.ask("gemma")).status_code == 200
             store.start()

@@ -1060,6 +1060,32 @@ async def test_a_box_that_drains_serves_again_once_its_store_was_away_for_too_lo
         assert (one.snapshot.is_owner, machine.orders) == (True, ["stop qwen", "start gemma"])
 
 
+async def test_a_swap_that_waits_for_the_store_says_so() -> None:
+    machine = Machine()
+    one = Process(machine, board=BoardAway(machine))
+    async with at_work(one):
+        await one.another_look()
+        assert one.snapshot.waits_for == ""
+        machine.is_away = True
+        await one.another_look()
+        await one.another_look()
+        assert (one.snapshot.plan.target, one.snapshot.waits_for) == ("", "")  # there is no swap
+        machine.is_away = False
+        machine.lanes_there = [stored(4, 10.0)]
+        machine.now = one.snapshot.box.resident_since + 299
+        await one.until(lambda: one.snapshot.plan.at is not None)
+        machine.is_away = True
+        await one.until(lambda: one.snapshot.plan.at is None)
+        machine.now = one.snapshot.box.resident_since + 301
+        await one.another_look()
+        assert (one.at, one.snapshot.plan.target) == ((State.RESIDENT, "qwen"), "gemma")
+        assert one.snapshot.waits_for == "the store, which does not answer"
+        assert one.controller.away_s("gemma/work") is None
+        machine.is_away = False
+        await one.is_at(State.RESIDENT, "gemma")
+        assert one.snapshot.waits_for == ""
+
+
 async def test_the_one_model_that_is_in_serves_though_the_store_was_never_there() -> None:
     machine = Machine(is_away=True)
     one = Process(machine, board=BoardAway(machine))
