@@ -38,6 +38,7 @@ if kept(id) then
     return 0
 end
 if what == 'renew' then  -- also restores a lease that the server has lost, if the key was not used in the meantime
+    redis.call('DEL', RUNNING .. ':full') -- for a server that is full: see settle.lua
     redis.call('SET', RUNNING, own, 'PX', ARGV[5])
     return 1
 end

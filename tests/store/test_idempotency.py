@@ -303,6 +303,21 @@ async def test_a_server_that_is_full_is_not_said_to_be_silent(tmp_path: Path) ->
         await idempotency.aclose()
 
 
+async def test_a_request_that_runs_holds_its_key_though_the_server_is_full(stoppable: RedisServer) -> None:
+    idempotency = RedisIdempotency(stoppable.url, prefix="gw", bytes_max=BYTES_MAX, command_s=10.0)
+    assert await begun(idempotency, ONE) is KeyState.BEGUN
+    async with Redis.from_url(stoppable.url) as redis:
+        (mark,) = await redis.keys("*:running:*")
+        await redis.pexpire(mark, 100_000)
+        await redis.config_set("maxmemory", 1)
+        assert await idempotency.renew(ONE, LEASE_S)
+        assert await redis.pttl(mark) > 100_000
+    with pytest.raises(StoreUnavailable):
+        await idempotency.keep(ONE, b"x", HOUR)  # what is new finds no room
+    await idempotency.free(ONE)
+    await idempotency.aclose()
+
+
 async def test_a_server_that_does_not_answer_is_said_to_be_away(stoppable: RedisServer) -> None:
     idempotency = RedisIdempotency(stoppable.url, prefix="gw", bytes_max=BYTES_MAX, command_s=0.2)
     await begun(idempotency, ONE)
