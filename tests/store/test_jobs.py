@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -1308,6 +1308,33 @@ async def test_a_store_that_refuses_is_not_back_because_it_can_be_read(
         "the job store is unavailable",
         "the job store is available again",
     ]
+
+
+async def test_a_store_that_refuses_and_then_does_not_answer_is_said_to_be_away_again(
+    stoppable: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    jobs, redis = Jobs(stoppable.url, command_s=WITHIN_S), Redis.from_url(stoppable.url)
+    away, back = "the job store is unavailable", "the job store is available again"
+
+    async def told(command: Callable[[], Awaitable[Any]], reason: str) -> list[str]:
+        caplog.clear()
+        with pytest.raises(StoreUnavailable, match=reason):
+            await command()
+        return [record.message.split(":")[0] for record in caplog.records]
+
+    for _ in range(2):  # silence, and it is back only to refuse
+        stoppable.kill()
+        assert await told(lambda: jobs.get("a"), "does not answer") == [away]
+        assert await told(lambda: jobs.get("a"), "does not answer") == []
+        stoppable.start()
+        await redis.config_set("maxmemory", 1)
+        assert await told(lambda: jobs.submit(new_job("a"), QUOTA), "refuses this") == []
+    assert await jobs.get("a") is None
+    await redis.config_set("maxmemory", 0)
+    await jobs.submit(new_job("a"), QUOTA)
+    assert [record.message.split(":")[0] for record in caplog.records] == [back]
+    await jobs.aclose()
+    await redis.aclose()
 
 
 async def test_a_store_that_is_full_is_asked_on_the_same_connections(tmp_path: Path) -> None:
