@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,28 @@ async def test_a_server_that_ignores_its_end_is_killed(
     await wait_gone(int((tmp_path / "pid").read_text()))
 
 
+async def test_a_watcher_that_hangs_is_killed_and_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "STOP_S", 0.2)
+
+    async def is_killed() -> None:
+        try:
+            await wait_gone(watcher)
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(watcher, signal.SIGCONT)  # else who waits for it waits for ever
+
+    async with anyio.create_task_group() as tasks:
+        async with valkey_in(tmp_path) as valkey:
+            server = await server_pid(valkey.url)
+            watcher = parent_of(server)
+            os.kill(watcher, signal.SIGSTOP)
+            tasks.start_soon(is_killed)
+    os.kill(server, signal.SIGKILL)
+    await wait_gone(server)
+
+
 async def test_a_server_that_cannot_be_started_again_at_once_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +243,19 @@ async def test_a_server_comes_back_though_its_temporary_folder_was_removed() -> 
         assert socket.parent.stat().st_mode & 0o077 == 0
         tasks.cancel_scope.cancel()
     assert not socket.parent.exists()
+
+
+async def test_a_server_has_lost_its_socket_only_if_that_is_missing_twice_in_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "SOCKET_LOOK_S", 0.0)
+    looks, exists = iter([*[True] * 4, *[False, True] * 4, False, False]), os.path.exists
+    async with valkey_in(tmp_path) as valkey:
+        socket = valkey.url.removeprefix("unix://")
+        monkeypatch.setattr(os.path, "exists", lambda path: next(looks) if path == socket else exists(path))
+        with anyio.fail_after(WITHIN_S):
+            assert await valkey.ended() == "has lost its socket: the file was removed"
+    assert list(looks) == []
 
 
 @pytest.mark.parametrize("is_temporary", [True, False])
@@ -426,6 +462,20 @@ async def test_no_second_server_is_started_over_data_that_a_stuck_one_has(
     with pytest.raises(ConfigError, match="does not stop"):
         async with valkey_in(tmp_path, keeps=True):
             pass
+    os.kill(stuck, signal.SIGKILL)
+    await wait_gone(stuck)
+
+
+async def test_a_server_that_keeps_nothing_takes_the_place_of_a_stuck_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "STOP_S", 0.2)
+    async with valkey_in(tmp_path) as valkey:
+        stuck = await server_pid(valkey.url)
+        os.kill(parent_of(stuck), signal.SIGKILL)
+        os.kill(stuck, signal.SIGSTOP)
+    async with valkey_in(tmp_path) as valkey:
+        assert await server_pid(valkey.url) != stuck
     os.kill(stuck, signal.SIGKILL)
     await wait_gone(stuck)
 
