@@ -665,7 +665,8 @@ async def test_messages_of_a_gateway_that_counts_otherwise_are_not_understood(
         await waits(here)
         freed = Freed(here)
         slot = await take(there)
-        await store.redis.publish(f"{store.prefix}:freed", "another 1 2 3 b")
+        for counters in ("2 3", "2 3 4 5 6 7 8 9", "2 3 4 5 6 seven"):
+            await store.redis.publish(f"{store.prefix}:freed", f"another 1 {counters} b")
         await there.release(slot)
         await freed.wait()
 
