@@ -247,6 +247,7 @@ class Intermittent(Answered):
     ("answers", "last"),
     [
         pytest.param([False, True, False, True], "response.completed", id="twice"),
+        pytest.param(4 * [False, True], "response.completed", id="often-but-never-for-long"),
         pytest.param([True, *5 * [False]], "error", id="for-too-long"),
         pytest.param(5 * [False], "error", id="before-anything-was-told"),
     ],
@@ -264,7 +265,9 @@ async def test_a_follower_waits_for_a_store_that_is_away(
     facts = JobFacts({"id": "resp_1", "status": "queued"}, "0" * 32, 0, {}, {}).encoded()
     job = Job(NewJob("resp_1", None, "m/c", b"{}", facts), JobStatus.QUEUED, position=1)
     event = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":%b}]}\n\n'
-    jobs = jobs_of(world, Intermittent(job, event % b"null", event % b'"stop"', answers=answers))
+    store = Intermittent(job, event % b"null", event % b'"stop"', answers=answers)
+    store.idle = len(answers) - 3  # it ends with the last answer
+    jobs = jobs_of(world, store)
 
     batches = [batch async for batch in jobs.events(job, -1)]
     told = [one for batch in batches for one in batch]
