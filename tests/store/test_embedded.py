@@ -91,6 +91,15 @@ async def test_its_end_is_noticed(tmp_path: Path) -> None:
             assert await valkey.ended() == "ended (status 137)"
 
 
+async def test_one_whose_watcher_is_ended_ends_with_it(tmp_path: Path) -> None:
+    async with valkey_in(tmp_path) as valkey:
+        server = await server_pid(valkey.url)
+        os.kill(parent_of(server), signal.SIGTERM)
+        with anyio.fail_after(WITHIN_S):
+            assert (await valkey.ended()).startswith("ended (status 0)")
+        await wait_gone(server)
+
+
 async def test_one_that_lost_its_watcher_does_not_live_beside_the_next(tmp_path: Path) -> None:
     async with valkey_in(tmp_path) as valkey:
         former = await server_pid(valkey.url)
