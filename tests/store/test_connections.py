@@ -127,7 +127,7 @@ async def test_a_process_that_always_stands_still_has_more_patience_but_gives_up
         await anyio.lowlevel.checkpoint()
 
     async with patience(0.01):
-        for _ in range(3 * LOOKS):
+        for _ in range(2 * LOOKS):
             await go_on_standing_still()
     with pytest.raises(TimeoutError):
         async with patience(0.01):
