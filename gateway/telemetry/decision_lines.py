@@ -66,7 +66,7 @@ class RequestLine(msgspec.Struct, frozen=True, tag="request", tag_field="kind", 
         traffic_class: Its class.
         out: Why backends were passed over in its first decision, by backend; of all, if none was left.
         pool, backend, is_spill: Where it was served, and whether in a later pool of its class.
-        tries: Backends that were tried.
+        tries: Attempts on backends.
         wait_s: From the decision to a slot; if it got none, to the end.
         ttft_s: From arrival to the first token; for a non-streamed answer, to the whole of it.
         tokens_in, tokens_cached, tokens_out: As reported by the backend.

@@ -128,7 +128,7 @@ class ResponsesSection(Section):
 
 
 class IdempotencySection(Section):
-    """Answers kept for `Idempotency-Key` (docs/idempotency.md): in a store if there is one, or in memory."""
+    """Answers kept for `Idempotency-Key` (docs/idempotency.md): in the store, with the jobs, or in memory."""
 
     keep_s: Seconds = 86_400.0
     """Seconds for which the same key gets the same answer again."""
