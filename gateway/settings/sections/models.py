@@ -112,7 +112,7 @@ class ClassSection(Section):
     """Pool ids, first choice first; the later ones are the spill order."""
 
     output_reserve_tokens: Positive = _CLASS.output_reserve_tokens
-    """Output tokens to plan for when the caller gives no `max_tokens`."""
+    """Output tokens to plan for when the caller gives no `max_tokens`: fewer where only these do not fit."""
 
     priority: Annotated[int, BeforeValidator(number)] = _CLASS.priority
     """Among waiting classes, the higher goes first."""
