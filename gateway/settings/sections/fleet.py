@@ -264,7 +264,7 @@ class HealthSection(Section):
     """Seconds between two probes of a backend."""
 
     timeout_s: Seconds = _HEALTH.probe_timeout_s
-    """Seconds one probe may take."""
+    """Seconds one probe of `/health` may take; those of other paths, 5."""
 
     failures: Positive = _HEALTH.failures_max
     """Failures that eject a backend: consecutive failed probes, or failed requests minus successes."""

@@ -73,7 +73,7 @@ class RequestsSection(Section):
     """Maximum of `n` times the number of prompts."""
 
     remote_media: bool = False
-    """Whether to accept images as http URLs, which the backends would fetch; if not, only data: URLs."""
+    """Whether to accept images and audio as URLs that the backends would fetch; if not, only data: URLs."""
 
     drop_fields: tuple[Text, ...] = (
         "chat_template",
