@@ -155,7 +155,7 @@ class Metrics:
         )
         self.estimating = Histograms(
             "gateway_estimate_seconds",
-            "Time taken to count a prompt's tokens, in seconds.",
+            "Time from a request's arrival until its body was there and its prompt counted, in seconds.",
             buckets=OVERHEAD_BUCKETS_S,
             registry=registry,
         )
