@@ -360,6 +360,16 @@ async def test_lanes_do_not_wait_for_each_other(world: JobWorld, jobs: Jobs) -> 
     assert await claimed(jobs, lanes=["m/light", "m/push", "m/none"]) == ["d", "c"]
 
 
+async def test_of_several_lanes_a_higher_priority_goes_before_fewer_in_progress(
+    world: JobWorld, jobs: Jobs
+) -> None:
+    await world.submit(jobs, "a", "b", lane="m/push", priority=JobPriority.HIGH)
+    assert await jobs.claim("w", ["m/push"], 3)
+    await world.submit(jobs, "c", "d", lane="m/push")
+    await world.submit(jobs, "e", lane="m/light")
+    assert await claimed(jobs, lanes=["m/light", "m/push"]) == ["b", "e", "c", "d"]
+
+
 async def test_of_several_lanes_what_came_first_goes_first(world: JobWorld, jobs: Jobs) -> None:
     for number in range(6):
         await world.submit(jobs, str(number), lane=f"m/{number % 3}")
