@@ -194,7 +194,8 @@ class CallersJobs:
                 extra=about("follower_cut", id=job.id, code=error.code),
             )
             said = {"code": error.code, "message": error.message, "param": error.param}
-            yield ({"type": "error", **said, "sequence_number": last},)
+            typed = {"type": error.type, **said}  # on which SDKs raise: see `Draft.fail`
+            yield ({"type": "error", **said, "error": typed, "sequence_number": last},)
 
     async def _events(self, job: Job, after: int) -> AsyncIterator[Sequence[Event]]:
         """Yield the events of a job.

@@ -206,16 +206,16 @@ async def test_a_stream_whose_store_stays_away_ends_with_an_error_and_is_taken_u
     monkeypatch.setattr(job_waits, "AGAIN_S", (0.05, 0.1))
     client = gateway.openai(api_key="a")
     seen: list[Any] = []
-    async for event in await client.responses.create(
+    stream: Any = await client.responses.create(
         **ASK, background=True, stream=True, max_output_tokens=1_500, extra_body={"ignore_eos": True}
-    ):
-        seen.append(event)
-        if len(seen) == 5:
-            store.stall()
+    )
+    with pytest.raises(openai.APIError) as caught:
+        async for event in stream:
+            seen.append(event)
+            if len(seen) == 5:
+                store.stall()
     store.resume()
-    error = seen.pop()
-    assert (error.type, error.code) == ("error", "store_unavailable")
-    assert error.sequence_number == seen[-1].sequence_number
+    assert (caught.value.code, caught.value.type) == ("store_unavailable", "server_error")
     id = seen[0].response.id
     assert (await ended(client, id)).status == "incomplete"
     after = seen[-1].sequence_number
