@@ -13,7 +13,7 @@ from litestar.handlers import BaseRouteHandler
 from gateway.core.errors import CallerError, InvalidRequest, RouteNotFound
 from gateway.core.reloads import Reload, Version
 
-_TAG = re.compile(r'(?:W/)?"([0-9a-f]*)"')
+_TAG = re.compile(r'(?:W/)?("?)(?P<version>[0-9a-f]*)\1')  # also as the versions' list and the log have it
 
 
 class Configurations(Protocol):
@@ -130,7 +130,8 @@ class _Handlers:
         if given is None:
             message = 'Say which configuration this replaces: `If-Match: "VERSION"`, from the ETag of GET.'
             raise MatchRequired(message)
-        if given.strip() != "*" and replaced not in _TAG.findall(given):
+        tags = (_TAG.fullmatch(tag.strip()) for tag in given.split(","))
+        if given.strip() != "*" and replaced not in {tag["version"] for tag in tags if tag is not None}:
             where = "in force now" if replaced == self.current.id else "in the file, not yet in force here"
             raise ConfigurationChanged(f"The configuration has changed: {replaced} is {where}.")
 

@@ -490,6 +490,19 @@ async def test_a_configuration_is_replaced_only_by_who_has_seen_it(gateway: Site
         assert unknown.json()["error"]["code"] == "version_not_found"
 
 
+async def test_a_version_needs_no_quotes_to_be_the_one_that_is_replaced(gateway: Site) -> None:
+    # `/admin/config/versions` and the log name versions without quotes, and a shell takes quotes away.
+    async with clients.http(base_url=gateway.admin_url) as client:
+        first = (await client.get("/admin/config/versions")).json()[0]["version"]
+        assert f'"{first}"' == (await client.get("/admin/config")).headers["etag"]
+        source = yaml.safe_dump(without(written(gateway), "light-2"))
+        for other in (first[:-1], f"{first}0", f"x{first}", f'"{first}'):
+            late = await client.put("/admin/config", content=source, headers={"if-match": other})
+            assert late.status_code == 412, other
+        done = await client.put("/admin/config", content=source, headers={"if-match": f"0123, {first}"})
+        assert done.status_code == 200, done.text
+
+
 async def test_of_two_who_replace_the_same_configuration_at_once_one_is_told(gateway: Site) -> None:
     version, document = gateway.gateway.policy.version, written(gateway)
     answers: list[httpx.Response] = []
