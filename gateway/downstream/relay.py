@@ -78,6 +78,7 @@ class Head:
         forwarded: Headers to forward to the backend.
         traceparent: The caller's trace context, or None.
         ring: Number of the set of API keys by which it was validated.
+        received_at: When it was, in monotonic seconds. Its body may take long.
     """
 
     headers: dict[str, str]
@@ -85,6 +86,7 @@ class Head:
     forwarded: Headers = ()
     traceparent: str | None = None
     ring: int = 0
+    received_at: float = 0.0
 
 
 class Call(Protocol):

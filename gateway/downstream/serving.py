@@ -103,7 +103,7 @@ class Serving:
         for secret in SECRET_HEADERS:
             found.pop(secret, None)
         forwarded = [pair for pair in headers if pair[0] in _FORWARDED]
-        return Head(found, key, forwarded, _traceparent(forwarded), self._keys.number)
+        return Head(found, key, forwarded, _traceparent(forwarded), self._keys.number, self._clock.now())
 
     def head_again(self, head: Head, length: str) -> Head | None:
         """Return the head of a request with the same headers as an earlier one, but another Content-Length.
@@ -114,13 +114,17 @@ class Serving:
             return None
         headers = head.headers.copy()
         headers["content-length"] = length
-        return Head(headers, head.key, head.forwarded, head.traceparent, head.ring)
+        return Head(headers, head.key, head.forwarded, head.traceparent, head.ring, self._clock.now())
 
     async def serve(self, route: str, read: Read, call: Call) -> None:
         """Parse and answer a request of `route`. Handles all its errors."""
-        traceparent = _traceparent(call.headers) if call.head is None else call.head.traceparent
+        wall_at, now, head = self._clock.wall(), self._clock.now(), call.head
+        if head is None:
+            traceparent, received_at = _traceparent(call.headers), now
+        else:  # its body has come since
+            traceparent, received_at = head.traceparent, head.received_at
         arrival = Arrival(
-            new_request_id(), self._clock.wall(), self._clock.now(), self._trace_of(traceparent), route
+            new_request_id(), wall_at - (now - received_at), received_at, self._trace_of(traceparent), route
         )
         downstream = call.downstream
         self.in_flight += 1

@@ -682,6 +682,42 @@ async def test_a_body_that_does_not_come_is_given_up(way: str) -> None:
         assert site.taken == (way == "direct")
 
 
+async def test_a_request_has_arrived_with_its_head_though_its_body_takes_long(way: str) -> None:
+    async with front(way) as site, site.caller() as caller:
+        request = post()
+        await caller.send(request[:-7])
+        await has_come(site, len(chat()) - 7)
+        begun_at = site.clock.now()
+        assert (await caller.ask(request[-7:])).status == 200
+
+        await site.idle()
+        [record] = site.notes.requests
+        assert record.received_at <= begun_at < (record.estimated_at or 0.0)
+        assert site.taken == (way == "direct")
+
+
+async def test_who_leaves_in_a_body_had_come_with_its_head(way: str) -> None:
+    async with front(way) as site:
+        async with site.caller() as caller:
+            await caller.send(post(b" " * 500, length=1_000))
+            await has_come(site, 500)
+            begun_at = site.clock.now()
+        await site.idle()
+
+        [record] = site.notes.requests
+        assert (record.ending, record.received_at <= begun_at < record.ended_at) == (Ending.LEFT, True)
+
+
+async def test_each_request_of_a_connection_has_its_own_arrival(way: str) -> None:
+    async with front(way) as site, site.caller() as caller:
+        for _ in range(3):
+            before = site.clock.now()
+            assert (await caller.ask(post())).status == 200
+            await site.idle()
+            assert site.notes.requests[-1].received_at >= before
+        assert site.taken == (3 if way == "direct" else 0)
+
+
 async def test_a_body_has_its_time_however_often_it_comes(way: str) -> None:
     async with front(way, limits=LIMITS) as site, site.caller() as caller:
         await caller.send(post(b"", length=19_000))

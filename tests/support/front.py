@@ -94,6 +94,7 @@ class Front:
         notes: What was recorded.
         estimates: What counts prompts.
         watched: The chats that were taken directly.
+        clock: The gateway's.
     """
 
     port: int
@@ -105,6 +106,7 @@ class Front:
     applications: Applications
     watched: Watched
     listener: Listener
+    clock: SystemClock
 
     @property
     def taken(self) -> int:
@@ -214,7 +216,9 @@ async def front(
             tasks.start_soon(listener.run_until_stopped)
             await listener.wait_started()
             try:
-                site = Front(port, behave, backend, notes, estimates, ledger, applications, watched, listener)
+                site = Front(
+                    port, behave, backend, notes, estimates, ledger, applications, watched, listener, clock
+                )
                 yield site
             finally:
                 listener.cut()
