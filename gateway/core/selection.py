@@ -2,7 +2,8 @@
 
 Each filter is a function. Filters run in the order of `FILTERS`, and the first objection is the reason
 shown. Scores are weighted and summed. Pools keep the order that the operator configured, and ties go to the
-order of backends in the pool. Nothing is random, so a decision can be explained and replayed.
+order of backends in the pool (where others fill several, first to the least full). Nothing is random, so a
+decision can be explained and replayed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -629,9 +630,10 @@ _Scores = tuple[float, float, float, float, float]
 that the backend has seen; the prefill that this saves, in seconds, counts with it. By the share alone, a lead
 of a fifth of the knee moved conversations whose prefill took several seconds elsewhere (docs/routing.md)."""
 
-_Scored = tuple[int, float, int, Case, _Scores]
-"""Sort key first: last resorts last, negated score, and place in the pool, which breaks ties. Then the case
-and the single scores."""
+_Scored = tuple[int, float, float, int, Case, _Scores]
+"""Sort key first: last resorts last, negated score, what is used beyond the knee, and place in the pool. The
+last two break ties: others may fill several backends, of which no knee is free. Then the case and the single
+scores."""
 
 
 def _scored(fit: Sequence[Case], weights: Weights) -> list[_Scored]:
@@ -645,7 +647,7 @@ def _scored(fit: Sequence[Case], weights: Weights) -> list[_Scored]:
         used = (view.load.share + case.claim.share) / admission.WHOLE
         if view.seqs_taken:  # how long their prompts are is unknown
             used += view.seqs_taken / admission.knee_seqs(case.capacity, 0)
-        spare = 1 - used if used < 1 else 0.0
+        spare, beyond = (1 - used, 0.0) if used < 1 else (0.0, used - 1)
         affinity, saved_s = view.prefix_share, 0.0
         if affinity and counts_cached(case.demand):
             saved_s = admission.prefill_s(view.backend, case.demand) - case.claim.prefill_ms / 1000
@@ -654,12 +656,13 @@ def _scored(fit: Sequence[Case], weights: Weights) -> list[_Scored]:
         score = weights.spare_knee * spare + weights.speed * speed
         score += weights.prefix_affinity * (affinity + saved_s) + weights.slow_context * slow
         scores = (spare, speed, affinity, saved_s, slow)
-        found.append((preference(view.status) or view.refuses, -score, at, case, scores))
+        beyond = beyond if weights.spare_knee else 0.0
+        found.append((preference(view.status) or view.refuses, -score, beyond, at, case, scores))
     return found
 
 
 def _eligible(scored: _Scored) -> Candidate:
-    _, negated, _, case, (spare, speed, affinity, saved_s, slow) = scored
+    _, negated, _, _, case, (spare, speed, affinity, saved_s, slow) = scored
     scores = {
         "spare_knee": spare,
         "speed": speed,

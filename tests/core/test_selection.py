@@ -122,6 +122,32 @@ def test_what_others_run_counts_like_what_runs_from_here(seqs: int, first: str) 
 
 
 @pytest.mark.parametrize(
+    ("seqs", "others", "spare_knee", "first"),
+    [
+        pytest.param((2, 1), (90, 90), 1.0, "light-1", id="fewer-from-here"),
+        pytest.param((1, 1), (90, 70), 1.0, "light-1", id="fewer-of-others"),
+        pytest.param((1, 1), (90, 90), 1.0, "light-0", id="as-many"),
+        pytest.param((2, 1), (90, 70), 0.0, "light-0", id="it-does-not-matter"),
+    ],
+)
+def test_of_replicas_that_others_fill_the_one_with_fewer_comes_first(
+    seqs: tuple[int, int], others: tuple[int, int], spare_knee: float, first: str
+) -> None:
+    """None of their knee is free: what is beyond it tells them apart."""
+    views = fleet(
+        *[
+            replace(view(backend(name), seqs=seqs[place]), seqs_taken=others[place])
+            for place, name in enumerate(("light-0", "light-1"))
+        ]
+    )
+    alike = {name: one.backend for name, one in views.items()}
+    known = replace(policy(Weights(spare_knee=spare_knee)), backends=alike)
+
+    assert selection.rank(known, CHAT, SHORT, views)[0].backend == first
+    assert selection.ranking(known, CHAT, SHORT, views).first.backend == first  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
     ("prompt_tokens", "seqs", "first"),
     [
         pytest.param(900, 14, "light-0", id="too-short-to-count"),
@@ -929,6 +955,7 @@ ODD: Mapping[str, Callable[[BackendView], BackendView]] = {
     "limited": lambda one: replace(one, share_max=500_000),
     "taken": lambda one: replace(one, kv_taken=1_800),
     "used by others": lambda one: replace(one, seqs_taken=20),
+    "filled by others": lambda one: replace(one, seqs_taken=90),
     "away": lambda one: replace(one, away=(Exclusion.SWAPPED_OUT, "another model")),
     "refuses": lambda one: replace(one, refuses=True),
     "has refused": lambda one: replace(one, seqs_max=1),
@@ -979,6 +1006,14 @@ WEIGHTS = st.builds(
     pool=Pool("light", ("light-0",)),
     of_first=4,
     weights=Weights(spare_knee=1e-12, speed=0.0, prefix_affinity=0.6),  # in their sum, both have the same
+    changed=frozenset(),
+)
+@example(  # others fill all: none of their knee is free
+    demand=SHORT,
+    views=replicas(("filled by others",) * 4, (500_000, 31_250, 15_625, 15_625), (0.0,) * 4),
+    pool=Pool("light", ("light-0",)),
+    of_first=4,
+    weights=Weights(),
     changed=frozenset(),
 )
 @given(
