@@ -183,7 +183,7 @@ def decided(
     if is_background is None and _is_queued(traffic_class, request):
         is_queued, notes = True, (_QUEUED,)
     error: GatewayError | None = deciding.refusal(traffic_class, decision, views)
-    if error is None and not is_queued and not _may_wait(decision):
+    if error is None and not is_queued and not decision.candidates.may_start:
         error = shed_error(_NO_BACKEND)
     return Explanation(
         tuple(verdicts),
@@ -193,11 +193,6 @@ def decided(
         is_queued=is_queued,
         refused=None if error is None else _as_refusal(error),
     )
-
-
-def _may_wait(decision: Decision) -> bool:
-    candidates = decision.candidates
-    return candidates.first is not None or any(reason.is_busy for _, reason in candidates.passed_over)
 
 
 def _as_refusal(error: GatewayError) -> Refusal:

@@ -19,6 +19,7 @@ Pure: no clock, no I/O. The store only compares and counts, atomically, and a co
 against one table of cases.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -228,6 +229,14 @@ def blocks_planned(capacity: Capacity) -> int | None:
     if capacity.kv is None or capacity.kv_blocks is None:
         return None
     return int(capacity.kv_blocks * capacity.kv_budget)
+
+
+def tokens_max(capacity: Capacity, demand: Demand) -> int:
+    """Return how many tokens, prompt and output, each sequence of a request may have at most."""
+    window, planned = capacity.context_tokens, blocks_planned(capacity)
+    if planned is None or capacity.kv is None:
+        return window
+    return bisect_right(range(window + 1), planned // demand.seqs, key=capacity.kv.blocks) - 1
 
 
 def misfit(capacity: Capacity, demand: Demand, kv_blocks: int | None = None) -> Exclusion | None:

@@ -6,7 +6,7 @@ The gateway, `explain` and `replay` all use this code, so explanations match wha
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from gateway.core import classification, selection
+from gateway.core import admission, classification, selection
 from gateway.core.backends import Backend
 from gateway.core.decision import Decision, Exclusion
 from gateway.core.errors import (
@@ -45,11 +45,11 @@ def decide(
     demand = Demand.of(request, estimate, classification.output_tokens(traffic_class, request))
     current = views(traffic_class)
     candidates = selection.ranking(policy, traffic_class, demand, current)
-    if request.max_tokens is None and candidates.first is None:
-        window = _window(policy, traffic_class, current)
-        if estimate.tokens_max < window < demand.total_tokens:
-            # Only the reserve does not fit. The caller set no limit, so the engine uses what is left.
-            demand = replace(demand, total_tokens=window)
+    if request.max_tokens is None and not candidates.may_start:
+        # If only the reserve does not fit, the engine uses what is left: the caller set no limit.
+        tokens = _what_fits(policy, traffic_class, demand, estimate.tokens_max + 1, current)
+        if tokens < demand.total_tokens:
+            demand = replace(demand, total_tokens=tokens)
             candidates = selection.ranking(policy, traffic_class, demand, current)
     return traffic_class, Decision(
         model=model.id,
@@ -62,10 +62,25 @@ def decide(
     )
 
 
-def _window(policy: Policy, traffic_class: TrafficClass, views: Mapping[str, BackendView]) -> int:
-    """Return the largest window among the backends of a class, in tokens."""
-    names = policy.backends_of(traffic_class)
-    return max((views[name].capacity.context_tokens for name in names), default=0)
+def _what_fits(
+    policy: Policy,
+    traffic_class: TrafficClass,
+    demand: Demand,
+    tokens_min: int,
+    views: Mapping[str, BackendView],
+) -> int:
+    """Return with how many tokens, prompt and output, a request fits where it may run; at most its demand.
+
+    Beside a backend that takes it, a larger one that takes nothing now, or nothing like this, does not count.
+
+    `tokens_min`: its prompt and one token of output.
+    """
+    least = replace(demand, total_tokens=tokens_min)
+    ranked = selection.rank(policy, traffic_class, least, views)
+    fitting = [one for one in ranked if one.excluded is None or not one.excluded.is_permanent]
+    soon = [one for one in fitting if one.excluded is None or one.excluded.is_busy]
+    found = [admission.tokens_max(views[one.backend].capacity, least) for one in soon or fitting]
+    return min(demand.total_tokens, max(found, default=demand.total_tokens))
 
 
 def model_of(policy: Policy, name: str) -> ModelPolicy:

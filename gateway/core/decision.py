@@ -130,6 +130,11 @@ class Ranking(Sequence[Candidate]):
         return self._all
 
     @property
+    def may_start(self) -> bool:
+        """Whether the request can start on one of them, now or after a wait."""
+        return self.first is not None or any(reason.is_busy for _, reason in self.passed_over)
+
+    @property
     def eligible(self) -> tuple[Candidate, ...]:
         """The eligible candidates, best first."""
         return tuple(candidate for candidate in self.all if candidate.excluded is None)

@@ -1,4 +1,4 @@
-"""What is decided of a request beside its class and its backend: whether its model's name has it reason."""
+"""What is decided of a request beside its class and its backend: if it reasons, what output is planned."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,11 +6,15 @@ from typing import Any
 import pytest
 from support.engine_events import Asked
 
-from gateway.core import deciding
-from gateway.core.backends import Backend, Capacity, KneeStep, Pool
-from gateway.core.errors import ModelNotFound, UpstreamUnreachable
+from gateway.core import admission, deciding
+from gateway.core.backends import Backend, Capacity, KneeStep, Modalities, Pool
+from gateway.core.errors import ContextExceeded, ModelNotFound, UpstreamUnreachable
+from gateway.core.health import BackendStatus, State
+from gateway.core.kv import KvFormula
+from gateway.core.load import Load
 from gateway.core.policy import ModelPolicy, Policy, TrafficClass
-from gateway.core.request import Endpoint, Prompt, Request
+from gateway.core.request import CountMode, Endpoint, Estimate, Prompt, Request
+from gateway.core.selection import BackendView
 
 POLICY = Policy(
     models=(
@@ -93,3 +97,95 @@ def test_where_a_request_of_a_former_policy_goes(
             deciding.as_it_is_now(FORMER, policy, "gemma-4")
     else:
         assert deciding.as_it_is_now(FORMER, policy, "gemma-4") == expected
+
+
+def served(name: str, tokens: int, **fields: Any) -> BackendView:
+    capacity = Capacity(tokens, knee=(KneeStep(None, 4),), **fields.pop("holds", {}))
+    backend = Backend(name, f"http://{name}", capacity, model="gemma", **fields)
+    return BackendView(backend, Load(), BackendStatus(state=State.UP, served_models=("gemma",)))
+
+
+def busy(view: BackendView) -> BackendView:
+    return replace(view, load=Load(seqs=4, share=admission.WHOLE))
+
+
+def out(view: BackendView) -> BackendView:
+    return replace(view, status=replace(view.status, state=State.EJECTED))
+
+
+KV = {"kv": KvFormula(sliding_layers=0, global_layers=1), "kv_budget": 1.0}
+SEES = Modalities(images_max=None)
+SMALL = served("small", 8_192, modalities=SEES)
+LARGE = served("large", 32_768)
+
+
+@pytest.mark.parametrize(
+    ("views", "fields", "goes_to", "tokens"),
+    [
+        pytest.param([SMALL], {}, "small", 8_192, id="what-the-window-leaves"),
+        pytest.param([SMALL, LARGE], {}, "large", 8_524, id="all-of-it"),
+        pytest.param([SMALL, busy(LARGE)], {}, None, 8_524, id="it-waits-for-all-of-it"),
+        pytest.param([SMALL, out(LARGE)], {}, "small", 8_192, id="a-larger-one-is-out"),
+        pytest.param([SMALL, served("large", 32_768, drain=True)], {}, "small", 8_192, id="drained"),
+        pytest.param([SMALL, LARGE], {"images": 1}, "small", 8_192, id="a-larger-one-sees-nothing"),
+        pytest.param([busy(SMALL), out(LARGE)], {}, None, 8_192, id="it-waits-where-it-fits"),
+        pytest.param([out(SMALL)], {}, None, 8_192, id="the-only-one-is-out"),
+        pytest.param([out(SMALL), out(LARGE)], {}, None, 8_524, id="both-are-out"),
+        pytest.param(
+            [served("kv", 32_768, holds={**KV, "kv_blocks": 250})],
+            {},
+            "kv",
+            8_000,
+            id="what-the-cache-leaves",
+        ),
+        pytest.param(
+            [SMALL, served("kv", 32_768, holds={**KV, "kv_blocks": 240})], {}, "small", 8_192, id="the-larger"
+        ),
+        pytest.param(
+            [served("kv", 32_768, holds={**KV, "kv_blocks": 500})],
+            {"seqs": 2, "choices": 2},
+            "kv",
+            8_000,
+            id="what-the-cache-leaves-of-two-choices",
+        ),
+    ],
+)
+def test_what_is_planned_for_who_sets_no_limit(
+    views: list[BackendView], fields: dict[str, Any], goes_to: str | None, tokens: int
+) -> None:
+    """7,500 tokens and 1,024 of output: nobody is refused for the output where the prompt fits."""
+    fleet = {one.backend.id: one for one in views}
+    pools = {"any": Pool("any", tuple(fleet))}
+    model = ModelPolicy("gemma-4", (TrafficClass("chat", ("any",)),))
+    policy = Policy((model,), pools, {name: one.backend for name, one in fleet.items()})
+    request = Request(endpoint=Endpoint.CHAT, model="gemma-4", prompt=Prompt(), **fields)
+    estimate = Estimate(7_400, 7_500, CountMode.EXACT)
+
+    traffic_class, decision = deciding.decide(policy, model, request, estimate, lambda _: fleet)
+
+    first = decision.candidates.first
+    assert (None if first is None else first.backend) == goes_to
+    assert decision.demand.total_tokens == tokens
+    assert deciding.refusal(traffic_class, decision, fleet) is None
+
+
+@pytest.mark.parametrize(
+    ("views", "says"),
+    [
+        pytest.param([served("tiny", 4_096)], "needs 8524 .7500 input . 1024 output.", id="the-prompt"),
+        pytest.param(
+            [served("kv", 32_768, holds={**KV, "kv_blocks": 200})], "fits into no backend's cache", id="cache"
+        ),
+    ],
+)
+def test_a_prompt_that_fits_nowhere_is_refused(views: list[BackendView], says: str) -> None:
+    fleet = {one.backend.id: one for one in views}
+    model = ModelPolicy("gemma-4", (TrafficClass("chat", ("any",)),))
+    policy = Policy((model,), {"any": Pool("any", tuple(fleet))}, {})
+    request = Request(endpoint=Endpoint.CHAT, model="gemma-4", prompt=Prompt())
+    estimate = Estimate(7_400, 7_500, CountMode.EXACT)
+
+    traffic_class, decision = deciding.decide(policy, model, request, estimate, lambda _: fleet)
+
+    with pytest.raises(ContextExceeded, match=says):
+        raise deciding.refusal(traffic_class, decision, fleet) or AssertionError
