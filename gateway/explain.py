@@ -49,8 +49,7 @@ async def explain(
         estimate = await estimator.estimate(prompt, model.template, policy.window_tokens)
     finally:
         estimator.close()
-    views, is_background = deciding.idle(policy), asked.is_background
-    found = what_if.decided(policy, request, estimate, views, is_background=is_background)
+    found = what_if.decided(policy, request, estimate, deciding.idle(policy), job=asked.job)
     return replace(found, dropped=tuple(asked.incoming.dropped), notes=(*found.notes, *asked.notes))
 
 

@@ -17,6 +17,7 @@ from gateway.core.selection import BackendView
 from gateway.core.value import valueclass
 from gateway.core.waiting import Reason, Refused, Ticket, WaitingLine, fastest_prefill_s
 from gateway.downstream import response_requests, wire
+from gateway.downstream.chat_jobs import ChatJobs, can_be_a_job
 from gateway.downstream.explain_routes import Question, RequestForgotten
 from gateway.downstream.operator_json import indented
 from gateway.downstream.reading import Received
@@ -36,6 +37,7 @@ _JOB = (
 )
 _QUEUED = f"Its class has a `queue`: {_JOB}"
 _BACKGROUND = f"It asks for `background`: {_JOB}"
+_PREFERRED = f"It prefers `respond-async`: {_JOB}"
 _REFERS = (
     "It continues a conversation, or refers to items, that are kept for its caller. They are not counted "
     "here, so the prompt is longer than this."
@@ -120,12 +122,12 @@ class Asked:
     Attributes:
         incoming: What is decided on; a chat if it is one for /v1/responses.
         notes: What is unknown about it, in sentences.
-        is_background: Whether it is a response in the background; None: it is no response.
+        job: Why it runs as a job, in a sentence; "" if it does not; None if that depends on its class.
     """
 
     incoming: wire.WireRequest
     notes: tuple[str, ...] = ()
-    is_background: bool | None = None
+    job: str | None = None
 
 
 def read(
@@ -144,13 +146,18 @@ def read(
         there_are = f"there are {', '.join(named)}" if named else "it has no `keys`"
         raise Unauthorized(f"The configuration names no API key {key!r}; {there_are}.")
     received, rules = Received(_NOW, body, key, headers or {}, ()), wire_rules(settings)
+    has_jobs = settings.document.jobs is not None
     members = wire.members_of(body, values_max=len(body))  # how many there may be depends on the endpoint
     if "messages" not in members and "input" in members:
-        found = response_requests.read_alone(received, rules, has_jobs=settings.document.jobs is not None)
+        found = response_requests.read_alone(received, rules, has_jobs=has_jobs)
         incoming, notes = found.incoming, (_REFERS,) if found.refers else ()
-        return Asked(incoming, notes, found.is_background)
-    is_completion = "messages" not in members and "prompt" in members
-    return Asked(wire.read(Endpoint.COMPLETIONS if is_completion else Endpoint.CHAT, received, rules))
+        return Asked(incoming, notes, _BACKGROUND if found.is_background else "")
+    if "messages" not in members and "prompt" in members:
+        return Asked(wire.read(Endpoint.COMPLETIONS, received, rules), job="")
+    chat = wire.read(Endpoint.CHAT, received, rules)
+    if has_jobs and ChatJobs.wants_job(chat):
+        return Asked(chat, job=_PREFERRED)
+    return Asked(chat, job=None if can_be_a_job(chat) else "")
 
 
 def decided(
@@ -159,9 +166,9 @@ def decided(
     estimate: Estimate,
     views: Mapping[str, BackendView],
     *,
-    is_background: bool | None = None,
+    job: str | None = None,
 ) -> Explanation:
-    """Return the decision for a request, with the verdict on every class.
+    """Return the decision for a request, with the verdict on every class. `job`: see `Asked`.
 
     Raises:
         CallerError: the gateway would reject it before considering backends.
@@ -179,18 +186,17 @@ def decided(
         )
         for one in model.classes
     ]
-    is_queued, notes = is_background or False, (_BACKGROUND,) if is_background else ()
-    if is_background is None and _is_queued(traffic_class, request):
-        is_queued, notes = True, (_QUEUED,)
+    if job is None:
+        job = _QUEUED if _is_queued(traffic_class, request) else ""
     error: GatewayError | None = deciding.refusal(traffic_class, decision, views)
-    if error is None and not is_queued and not decision.candidates.may_start:
+    if error is None and not job and not decision.candidates.may_start:
         error = shed_error(_NO_BACKEND)
     return Explanation(
         tuple(verdicts),
         decision,
         policy=policy.version,
-        notes=notes,
-        is_queued=is_queued,
+        notes=(job,) if job else (),
+        is_queued=bool(job),
         refused=None if error is None else _as_refusal(error),
     )
 
@@ -263,8 +269,8 @@ class WhatIf:
         prompt = deciding.prompt_of(policy, asked.incoming)
         estimate = await self._estimator.estimate(prompt, model.template, policy.window_tokens)
         views, notes = self._views(policy, self._view.held(self._policy(), request.prefixes))
-        wait_s = None if asked.is_background else patience_s(request.headers)
-        found = self._decided(policy, request, estimate, views, wait_s, is_background=asked.is_background)
+        wait_s = None if asked.job else patience_s(request.headers)
+        found = self._decided(policy, request, estimate, views, wait_s, job=asked.job)
         told = (*found.notes, *asked.notes, *notes)
         return replace(found, dropped=tuple(asked.incoming.dropped), notes=told)
 
@@ -287,10 +293,10 @@ class WhatIf:
         views: Mapping[str, BackendView],
         wait_s: float | None,
         *,
-        is_background: bool | None = None,
+        job: str | None = None,
     ) -> Explanation:
         """Return the decision and its outlook. `wait_s`: how long its caller lets it wait, if it says so."""
-        found = decided(policy, request, estimate, views, is_background=is_background)
+        found = decided(policy, request, estimate, views, job=job)
         outlook, refused = self._outlook(policy, request, found, views, wait_s)
         return replace(found, outlook=outlook, refused=found.refused or refused)
 

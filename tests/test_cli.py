@@ -314,6 +314,40 @@ def test_explain_of_a_background_response_is_that_of_a_job(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("queue", "jobs", "members", "why"),
+    [
+        pytest.param(None, {}, {}, "It prefers `respond-async`", id="preferred"),
+        pytest.param(None, None, {}, None, id="without-jobs"),
+        pytest.param(None, {}, {"stream": True}, None, id="a-stream-is-served-live"),
+        pytest.param({}, {}, {"stream": True}, "Its class has a `queue`", id="as-its-class-is-queued"),
+        pytest.param({}, {}, {"prompt_logprobs": 1}, None, id="what-engines-do-not-stream"),
+    ],
+)
+def test_explain_of_a_chat_that_prefers_to_be_a_job(
+    tmp_path: Path, queue: object, jobs: object, members: dict[str, Any], why: str | None
+) -> None:
+    away = {"url": "http://127.0.0.1:9001", "profile": "generic", "drain": True}
+    document = {
+        "tokenizer": "approximate",
+        "backends": {"spark": away},
+        "pools": {"slow": ["spark"]},
+        "models": {"gemma-4": {"classes": [{"class": "chat", "pools": ["slow"], "queue": queue}]}},
+        "store": {"url": "redis://127.0.0.1:1"},
+        "jobs": jobs,
+    }
+    file = tmp_path / "gateway.yaml"
+    file.write_text(json.dumps(document))
+    body = json.dumps({**CHAT, **members})
+    found = run(
+        "explain", "--config", str(file), "--header", "Prefer: respond-async, wait=5", "-", stdin=body
+    )
+
+    assert ("refused: the gateway would answer 503 no_backend" in found.output) is (why is None)
+    assert ("waits for spark" in found.output) is (why is not None)
+    assert (f"{why}: it runs as a job" in found.output) is (why is not None)
+
+
+@pytest.mark.parametrize(
     ("body", "says"),
     [
         ("{", "400 invalid_json"),

@@ -70,7 +70,7 @@ class ChatJobs:
     def wants_job(request: WireRequest) -> bool:
         """Return whether a chat asks to be submitted as a job."""
         prefers = preference(request.request.headers.get("prefer"))
-        return prefers.respond_async and not request.request.stream and _can_be_a_job(request)
+        return prefers.respond_async and not request.request.stream and can_be_a_job(request)
 
     def answering(self, request: WireRequest, received: Received) -> Work:
         """Return the work that answers a chat."""
@@ -110,7 +110,7 @@ class ChatJobs:
     ) -> tuple[TrafficClass, Estimate] | tuple[None, None]:
         """Return the class and the estimate of a request, if they matter for the queue."""
         questions = self._background.questions
-        if not is_async and not (questions.may_queue(request.request.model) and _can_be_a_job(request)):
+        if not is_async and not (questions.may_queue(request.request.model) and can_be_a_job(request)):
             return None, None
         try:
             found = await questions.classified(request)
@@ -257,7 +257,7 @@ class ChatJobs:
         return [retrieve]
 
 
-def _can_be_a_job(request: WireRequest) -> bool:
+def can_be_a_job(request: WireRequest) -> bool:
     """Return whether engines can stream the answer, as jobs require."""
     return not any(request.member(name) for name in NOT_IN_STREAMS)
 
