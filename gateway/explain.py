@@ -172,7 +172,7 @@ def show(found: Mapping[str, Any]) -> None:
         console.print("[bold red]nowhere[/]: no backend of its class can take it")
     if outlook is not None and outlook["waiting"]:
         about = _about(outlook["expected_wait_s"])
-        console.print(f"behind {outlook['waiting']} waiting of its class{about}")
+        console.print(f"behind {outlook['waiting']} waiting{about}")
     for note in found["notes"]:
         console.print(f"[dim]{escape(note)}[/]")
 

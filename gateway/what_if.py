@@ -71,8 +71,8 @@ class Outlook:
     """The queue in front of the request.
 
     Attributes:
-        waiting: Number of waiting requests of its class.
-        expected_wait_s: Expected wait; 0 if a backend has room and nobody is waiting; None if it is unknown.
+        waiting: Number of waiting requests, of any class with the same first pool, that come before it.
+        expected_wait_s: Expected wait; 0 if a backend has room and none comes before; None if it is unknown.
         max_wait_s: How long its class lets it wait, or its caller if that is less (`x-gateway-timeout-s`);
             None: for as long as it takes, as a job.
     """
@@ -270,7 +270,9 @@ class WhatIf:
         estimate = await self._estimator.estimate(prompt, model.template, policy.window_tokens)
         views, notes = self._views(policy, self._view.held(self._policy(), request.prefixes))
         wait_s = None if asked.job else patience_s(request.headers)
-        found = self._decided(policy, request, estimate, views, wait_s, job=asked.job)
+        found = self._decided(
+            policy, request, estimate, views, wait_s, asked.incoming.size_bytes, job=asked.job
+        )
         told = (*found.notes, *asked.notes, *notes)
         return replace(found, dropped=tuple(asked.incoming.dropped), notes=told)
 
@@ -282,7 +284,7 @@ class WhatIf:
         request = record.asked.request(record.key)
         views, notes = self._views(policy, _held(record.decision))
         wait_s = None if request.is_job else record.asked.patience_s
-        found = self._decided(policy, request, record.asked.estimate, views, wait_s)
+        found = self._decided(policy, request, record.asked.estimate, views, wait_s, record.asked.size_bytes)
         return replace(found, notes=(*found.notes, *self._unkept(policy, request), *notes))
 
     def _decided(
@@ -292,12 +294,13 @@ class WhatIf:
         estimate: Estimate,
         views: Mapping[str, BackendView],
         wait_s: float | None,
+        size_bytes: int,
         *,
         job: str | None = None,
     ) -> Explanation:
         """Return the decision and its outlook. `wait_s`: how long its caller lets it wait, if it says so."""
         found = decided(policy, request, estimate, views, job=job)
-        outlook, refused = self._outlook(policy, request, found, views, wait_s)
+        outlook, refused = self._outlook(policy, request, found, views, wait_s, size_bytes)
         return replace(found, outlook=outlook, refused=found.refused or refused)
 
     def _views(
@@ -339,6 +342,7 @@ class WhatIf:
         found: Explanation,
         views: Mapping[str, BackendView],
         wait_s: float | None,
+        size_bytes: int,
     ) -> tuple[Outlook, Refusal | None]:
         """Return the queue in front of a request, and the error if it would be refused for the wait in it."""
         decision, line, now = found.decision, self._line, self._clock.now()
@@ -346,9 +350,6 @@ class WhatIf:
         (its,) = (one for one in model.classes if one.name == decision.traffic_class)
         limits_s = [] if found.is_queued else [its.waiting.longest_wait_s]
         most_s = min(limits_s if wait_s is None else [*limits_s, wait_s], default=None)
-        waiting = line.waiting().get((decision.model, decision.traffic_class), 0)
-        if not waiting and decision.candidates.first is not None:
-            return Outlook(0, 0.0, most_s), None
         ticket = Ticket(
             id="",
             model=decision.model,
@@ -358,13 +359,15 @@ class WhatIf:
             key=request.key,
             arrived_at=now,
             prefill_s=fastest_prefill_s(policy, its.pools[0], decision.demand),
+            size_bytes=size_bytes,
             deadline=None if wait_s is None else now + wait_s,
             prefix_shares={name: view.prefix_share for name, view in views.items() if view.prefix_share},
         )
         foreseen = line.foresee(ticket, now, views)
+        starts = decision.candidates.first is not None
         expected_s = None if foreseen.wait_s is None else round(foreseen.wait_s, 2)
-        outlook = Outlook(waiting, expected_s, most_s)
-        if found.is_queued or decision.candidates.first is not None or foreseen.refused is None:
+        outlook = Outlook(foreseen.ahead, 0.0 if starts and not foreseen.ahead else expected_s, most_s)
+        if found.is_queued or foreseen.refused is None or (starts and not foreseen.is_behind):
             return outlook, None
         return outlook, _as_refusal(shed_error(foreseen.refused))
 

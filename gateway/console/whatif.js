@@ -120,7 +120,7 @@ function awaited(outlook) {
   if (!outlook) return "";
   const about = outlook.expected_wait_s ? `about ${seconds(outlook.expected_wait_s)}` : "";
   if (!outlook.waiting) return about && `${about} to wait`;
-  return `behind ${number(outlook.waiting)} waiting request${outlook.waiting === 1 ? "" : "s"} of its class${about && `, ${about}`}`;
+  return `behind ${number(outlook.waiting)} waiting request${outlook.waiting === 1 ? "" : "s"}${about && `, ${about}`}`;
 }
 
 function shown(title, found, index) {

@@ -3,6 +3,8 @@
 import json
 import re
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,58 @@ async def test_who_would_be_refused_for_the_wait_is_told_what_it_would_hear(flee
     assert found["refused"]["message"].partition("about")[0] == answer["message"].partition("about")[0]
     assert told.exit_code == 1
     assert "refused: the gateway would answer 429 wait_too_long: " in told.output
+
+
+@asynccontextmanager
+async def held_for_a_large_one(tmp_path: Path) -> AsyncIterator[Site]:
+    """Run a backend of whose knee a fifth is free, for which a request with 16 choices waits."""
+    model = {
+        "classes": [
+            {
+                "class": "wide",
+                "when": {"header": {"x-wide": True}},
+                "pools": ["light"],
+                "waiting": {"max_wait_s": 60, "ttft_target_s": 600, "waiting_max": 1},
+            },
+            {"class": "chat", "pools": ["light"], "waiting": {"max_wait_s": 0.3, "ttft_target_s": 600}},
+        ]
+    }
+    simulators = simulated({"light": "h100-tp1-light"})
+    async with site(
+        tmp_path, fleet=simulators, pools={"light": ["light"]}, models={"gemma-4": model}
+    ) as fleet:
+        load, most = Load(seqs=51, share=800_000), Load(99, 10**6, 10**6, 99, 99, 10**6)
+        slot = await fleet.gateway.ledger.acquire("light", load, most)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(sent, fleet, {"x-wide": "yes"}, n=16))
+            await fleet.eventually(lambda: len(fleet.gateway.pipeline.room.line) == 1)
+            yield fleet
+            await fleet.gateway.ledger.release(slot)  # type: ignore[arg-type]
+
+
+async def test_who_comes_behind_another_class_is_told_so(tmp_path: Path) -> None:
+    """The backend has room for it, but is held for a larger one."""
+    async with held_for_a_large_one(tmp_path) as fleet:
+        found = (await asked(fleet, request=CHAT)).json()
+        told = await run("explain", "--live", fleet.admin_url, "-", stdin=json.dumps(CHAT))
+        answer = await heard(fleet, {})
+
+    assert answer["code"] == "waited_too_long"
+    assert candidate(found, "light")["excluded"] is None
+    assert found["outlook"] == {"waiting": 1, "expected_wait_s": None, "max_wait_s": 0.3}
+    assert "behind 1 waiting" in told.output
+
+
+async def test_whose_class_has_no_place_left_in_the_queue_is_told_so(tmp_path: Path) -> None:
+    """Although the backend has room for it."""
+    headers = {"x-wide": "no"}
+    async with held_for_a_large_one(tmp_path) as fleet:
+        found = (await asked(fleet, request=CHAT, headers=headers)).json()
+        answer = await heard(fleet, headers)
+
+    assert answer["code"] == "queue_full"
+    assert candidate(found, "light")["excluded"] is None
+    assert found["refused"] == answer
 
 
 async def test_who_would_be_refused_for_want_of_a_backend_is_told_so(fleet: Site) -> None:

@@ -213,10 +213,13 @@ class WaitingLine:
                 Room(views, _NO_BACKENDS, now).place(entry)
                 entry.is_full = entry.is_full or not self._has_room(lane, entry)
         ahead, wait_s = self._forecasts.wait_of(lane, entry, now, views)
-        reason = Reason.QUEUE_FULL if lane.is_full_for(ticket) else _foreseen(entry, wait_s, now)
+        is_full = lane.is_full_for(ticket)
+        reason = Reason.QUEUE_FULL if is_full else _foreseen(entry, wait_s, now)
         if reason is None or _is_demoted(entry, reason):
-            return Foresight(wait_s, None)
-        return Foresight(wait_s, _refused(entry, reason, ahead, wait_s, now))
+            return Foresight(wait_s, ahead, None)
+        # As in `enter`: what is before it finds no room, so no turn would look for a slot for it.
+        is_behind = is_full or not (self._has_room(lane, entry) or lane.is_first(entry))
+        return Foresight(wait_s, ahead, _refused(entry, reason, ahead, wait_s, now), is_behind=is_behind)
 
     # ------------------------------------------------------------ events
 

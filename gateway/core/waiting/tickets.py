@@ -186,11 +186,15 @@ class Foresight:
 
     Attributes:
         wait_s: Forecast wait; None while it is unknown.
+        ahead: How many requests, of any class with the same first pool, would start before it.
         refused: Its refusal, if it would not be queued.
+        is_behind: Whether it would be refused even if there is a slot: those before it come first.
     """
 
     wait_s: float | None
+    ahead: int
     refused: Refused | None
+    is_behind: bool = False
 
 
 @valueclass(frozen=True, slots=True)
