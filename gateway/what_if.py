@@ -13,9 +13,9 @@ from gateway.core.errors import CallerError, GatewayError, Unauthorized
 from gateway.core.policy import Policy, TrafficClass
 from gateway.core.request import Endpoint, Estimate, Request
 from gateway.core.request_features import matched_headers
-from gateway.core.selection import BackendView
+from gateway.core.selection import BackendView, counts_cached
 from gateway.core.value import valueclass
-from gateway.core.waiting import Reason, Refused, Ticket, WaitingLine, fastest_prefill_s
+from gateway.core.waiting import Reason, Refused, Ticket, WaitingLine, fastest_prefill_s, would_stay
 from gateway.downstream import response_requests, wire
 from gateway.downstream.chat_jobs import ChatJobs, can_be_a_job
 from gateway.downstream.explain_routes import Question, RequestForgotten
@@ -72,7 +72,7 @@ class Outlook:
 
     Attributes:
         waiting: Number of waiting requests, of any class with the same first pool, that come before it.
-        expected_wait_s: Expected wait; 0 if a backend has room and none comes before; None if it is unknown.
+        expected_wait_s: Expected wait; 0 if it starts at once; None if it is unknown.
         max_wait_s: How long its class lets it wait, or its caller if that is less (`x-gateway-timeout-s`);
             None: for as long as it takes, as a job.
     """
@@ -301,6 +301,11 @@ class WhatIf:
         """Return the decision and its outlook. `wait_s`: how long its caller lets it wait, if it says so."""
         found = decided(policy, request, estimate, views, job=job)
         outlook, refused = self._outlook(policy, request, found, views, wait_s, size_bytes)
+        if refused is None and (note := _stays(found.decision, views, outlook.max_wait_s)):
+            found = replace(found, notes=(*found.notes, note))
+            outlook = replace(
+                outlook, expected_wait_s=outlook.expected_wait_s or None
+            )  # what runs there may end
         return replace(found, outlook=outlook, refused=found.refused or refused)
 
     def _views(
@@ -370,6 +375,22 @@ class WhatIf:
         if found.is_queued or foreseen.refused is None or (starts and not foreseen.is_behind):
             return outlook, None
         return outlook, _as_refusal(shed_error(foreseen.refused))
+
+
+def _stays(decision: Decision, views: Mapping[str, BackendView], most_s: float | None) -> str:
+    """Return that a request waits for the busy backend that has its conversation; "" if it does not."""
+    shares = {name: view.prefix_share for name, view in views.items() if view.prefix_share}
+    free = decision.candidates.eligible
+    if not shares or not free or not counts_cached(decision.demand):
+        return ""
+    found, seconds = would_stay(free, decision.candidates, shares)
+    if not found:
+        return ""
+    up_to_s = seconds if most_s is None else min(seconds, most_s / 2)
+    return (
+        f"{found[0].backend} has its conversation: it waits for that one for up to {up_to_s:.1f} s, "
+        f"though {free[0].backend} has room."
+    )
 
 
 def _held(decision: Decision) -> Mapping[str, float]:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+from support import clients
 from support.site import Site, simulated, site
 
 DOCUMENT = "The river runs past the old mill. " * 3_000
@@ -33,6 +34,12 @@ async def test_the_next_turn_waits_for_the_backend_that_has_read_the_rest(tmp_pa
         other, stream = await chat(gateway, "Go on for ever.", **LASTING)
         assert (first, other) == ("push-0", "push-0")
 
+        turn = [DOCUMENT, text, "And then?"]
+        roles = ("user", "assistant", "user")
+        messages = [{"role": role, "content": said} for role, said in zip(roles, turn, strict=True)]
+        async with clients.http(base_url=gateway.admin_url) as http:
+            question = {"request": {"model": "gemma-4", "messages": messages}}
+            told = (await http.post("/admin/explain", json=question)).json()
         served: list[str] = []
 
         async def next_turn() -> None:
@@ -46,6 +53,9 @@ async def test_the_next_turn_waits_for_the_backend_that_has_read_the_rest(tmp_pa
             await stream.close()
 
     assert (served, elsewhere) == (["push-0"], "push-1")
+    assert told["decision"]["candidates"][0]["backend"] == "push-1"
+    assert told["outlook"]["expected_wait_s"] is None
+    assert told["notes"][0].startswith("push-0 has its conversation: it waits for that one for up to ")
     assert gateway.backends["push-0"].host.engine.found_tokens > 20_000
     assert gateway.backends["push-1"].host.engine.queried_tokens < 100
 

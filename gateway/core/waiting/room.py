@@ -150,9 +150,7 @@ class Room:
         shares, name = ticket.prefix_shares, (ticket.model, ticket.traffic_class.name)
         if not shares or self._staying[name] >= STAYING_MAX or not selection.counts_cached(ticket.demand):
             return False
-        # Also one that could take it, but is held for another.
-        busy = [one for one in ranked if _is_waited_for(one) or (_is_able(one) and one not in free)]
-        found, seconds = selection.stay(busy, free[0], shares)
+        found, seconds = would_stay(free, ranked, shares)
         if not found:
             return False
         entry.stays = [(one, self._views[one.backend]) for one in found]
@@ -251,6 +249,21 @@ class Room:
             waiting = self._wanted.setdefault(name, [])
             if all(entry is not other for other, _ in waiting):
                 waiting.append((entry, wants))
+
+
+def would_stay(
+    free: Sequence[Candidate], ranked: Sequence[Candidate], shares: Mapping[str, float]
+) -> tuple[Sequence[Candidate], float]:
+    """Return the result of `selection.stay` for a request that could start on the first of `free`.
+
+    Args:
+        free: Where it could start, best first.
+        ranked: All backends of its class.
+        shares: Per backend, the share of its conversation that the backend has seen.
+    """
+    # Also one that could take it, but is held for another.
+    busy = [one for one in ranked if _is_waited_for(one) or (_is_able(one) and one not in free)]
+    return selection.stay(busy, free[0], shares)
 
 
 def _is_able(candidate: Candidate) -> bool:
