@@ -105,6 +105,7 @@ class Case:
         claim: The load that the request would add.
         limits: The highest load at which the backend may start the request, the claim included.
         spill_limits: The same for a spill, when an earlier pool of the class was the first choice; else None.
+        is_displaced: Whether it is one because no earlier pool takes it, now or after a wait.
     """
 
     demand: Demand
@@ -114,6 +115,7 @@ class Case:
     claim: Load
     limits: Load
     spill_limits: Load | None = None
+    is_displaced: bool = False
 
 
 Filter = Callable[[Case], Objection | None]
@@ -247,9 +249,9 @@ def _spill(case: Case) -> Objection | None:
     load, most = case.view.load, case.spill_limits
     if most is None:
         return None
-    if load.long_unanswered and not case.claim.long_seqs:
+    if load.long_unanswered and not case.claim.long_seqs and not case.is_displaced:
         return Exclusion.SPILL_LONG, "it is prefilling a long prompt"
-    if case.view.long_waiting:
+    if case.view.long_waiting and not case.is_displaced:
         return Exclusion.SPILL_LONG, f"{case.view.long_waiting} long prompts wait for it"
     match admission.full(load, case.claim, most):
         case None:
@@ -357,7 +359,7 @@ def is_clear(case: Case) -> bool:
 def _may_spill(case: Case, most: Load) -> bool:
     load = case.view.load
     is_read_there = load.long_unanswered or case.view.long_waiting
-    return not is_read_there and load.has_room(case.claim, most)
+    return (case.is_displaced or not is_read_there) and load.has_room(case.claim, most)
 
 
 def could_take(backend: Backend, demand: Demand, capacity: Capacity | None = None) -> bool:
@@ -380,13 +382,17 @@ def rank(
     """Return every backend of the class's pools: eligible ones first, best first, then the excluded ones.
 
     Pools keep their configured order regardless of scores: a later pool is a spill, never a first choice.
+    It keeps out of the way of long prompts there only while an earlier pool takes it, now or after a wait.
     `failed` are the backends on which this request has already failed. A backend without a view was removed
     from the configuration after the request arrived, and is skipped.
     """
     eligible: list[Candidate] = []
     excluded: list[tuple[Case, Objection]] = []
     for place, (pool, names) in enumerate(_pools(policy, traffic_class)):
-        fit = _fit_in(pool, names, demand, views, failed, excluded, is_spill=place > 0)
+        is_displaced = not eligible and _is_displaced(excluded)
+        fit = _fit_in(
+            pool, names, demand, views, failed, excluded, is_spill=place > 0, is_displaced=is_displaced
+        )
         eligible += [_eligible(one) for one in sorted(_scored(fit, policy.weights))]
     return (*eligible, *[_candidate(case, *objection, {}, 0.0) for case, objection in excluded])
 
@@ -420,10 +426,16 @@ def _best_spill(
     """Return the best candidate of the later pools; None if they have none. Appends to `excluded`."""
     for place, (pool, names) in enumerate(_pools(policy, traffic_class)):
         if place:
-            fit = _fit_in(pool, names, demand, views, _NONE, excluded, is_spill=True)
+            displaced = _is_displaced(excluded)
+            fit = _fit_in(pool, names, demand, views, _NONE, excluded, is_spill=True, is_displaced=displaced)
             if fit:
                 return _eligible(min(_scored(fit, policy.weights)))
     return None
+
+
+def _is_displaced(excluded: Sequence[tuple[Case, Objection]]) -> bool:
+    """Return whether waiting for none of the backends that are excluded so far would help."""
+    return not any(reason.is_busy for _, (reason, _) in excluded)
 
 
 def _pools(policy: Policy, traffic_class: TrafficClass) -> Iterator[tuple[Pool, Sequence[str]]]:
@@ -444,6 +456,7 @@ def _fit_in(
     excluded: list[tuple[Case, Objection]],
     *,
     is_spill: bool,
+    is_displaced: bool,
 ) -> list[Case]:
     """Return the eligible backends of a pool, in its order; append the others to `excluded`."""
     fit: list[Case] = []
@@ -452,7 +465,7 @@ def _fit_in(
         view = views.get(name)
         if view is None:
             continue
-        case = consider(demand, view, pool, is_spill=is_spill, before=case)
+        case = consider(demand, view, pool, is_spill=is_spill, is_displaced=is_displaced, before=case)
         objection = _objection(case, failed)
         if objection is None:
             fit.append(case)
@@ -528,7 +541,13 @@ def _thins_out(weights: Weights) -> bool:
 
 
 def consider(
-    demand: Demand, view: BackendView, pool: Pool, *, is_spill: bool = False, before: Case | None = None
+    demand: Demand,
+    view: BackendView,
+    pool: Pool,
+    *,
+    is_spill: bool = False,
+    is_displaced: bool = False,
+    before: Case | None = None,
 ) -> Case:
     """Return a request's claim on a backend and the limits that apply to it.
 
@@ -555,7 +574,9 @@ def consider(
         tightened = admission.spill_limits(
             capacity, most, claim, view.load, pool.gates, pool.spill, view.share_max
         )
-    return Case(demand, view, capacity, pool, claim, most, tightened)
+        if is_displaced:  # nor out of the way of other prompts: only the reserve is left free
+            tightened = replace(tightened, prefill_ms=most.prefill_ms)
+    return Case(demand, view, capacity, pool, claim, most, tightened, is_spill and is_displaced)
 
 
 def counts_cached(demand: Demand) -> bool:

@@ -759,6 +759,62 @@ def test_a_document_spills_beside_one_that_is_being_read_where_two_may_be() -> N
     assert [(one.backend, one.is_spill) for one in found if one.excluded is None] == [("push", True)]
 
 
+READING = busy("push", Load(seqs=1, long_seqs=1, long_unanswered=1, prefill_ms=9_000), long_waiting=1)
+
+
+def in_state(name: str, state: State) -> BackendView:
+    return replace(busy(name, Load()), status=replace(UP, state=state))
+
+
+@pytest.mark.parametrize(
+    ("lights", "excluded"),
+    [
+        pytest.param(
+            [in_state("light-0", State.EJECTED), in_state("light-1", State.BOOTING)], None, id="out"
+        ),
+        pytest.param(
+            [replace(busy(n, Load()), backend=backend(n, SMALL, drain=True)) for n in ("light-0", "light-1")],
+            None,
+            id="drained",
+        ),
+        pytest.param(
+            [in_state("light-0", State.EJECTED), busy("light-1", load(64))],
+            Exclusion.SPILL_LONG,
+            id="one-is-only-full",
+        ),
+        pytest.param(
+            [
+                in_state("light-0", State.EJECTED),
+                replace(busy("light-1", Load()), away=(Exclusion.SWAPPED_OUT, "another model")),
+            ],
+            Exclusion.SPILL_LONG,
+            id="one-will-be-back",
+        ),
+    ],
+)
+def test_where_no_earlier_pool_takes_it_a_request_need_not_keep_out_of_the_way_of_long_prompts(
+    lights: list[BackendView], excluded: Exclusion | None
+) -> None:
+    views = {"push": READING} | {one.backend.id: one for one in lights}
+
+    found = {one.backend: one for one in selection.rank(GATED, ANY, SHORT, views)}
+    first = selection.ranking(GATED, ANY, SHORT, views).first
+
+    assert (found["push"].excluded, found["push"].is_spill) == (excluded, True)
+    assert (None if first is None else first.backend) == ("push" if excluded is None else None)
+    if first is not None:
+        assert first == found["push"]
+
+
+def test_where_no_earlier_pool_takes_it_a_request_leaves_the_reserve_free_all_the_same() -> None:
+    lights = {name: in_state(name, State.EJECTED) for name in ("light-0", "light-1")}
+
+    for seqs, excluded in ((47, None), (48, Exclusion.SPILL_RESERVE)):
+        push = busy("push", replace(load(seqs), prefill_ms=9_000), long_waiting=1)
+        found = selection.rank(GATED, ANY, SHORT, lights | {"push": push})
+        assert [one.excluded for one in found if one.backend == "push"] == [excluded]
+
+
 def test_a_candidate_carries_what_the_ledger_checks() -> None:
     views = {name: busy(name, load(10)) for name in ("light-0", "light-1", "push")}
 
