@@ -314,8 +314,8 @@ class Pipeline:
                 has_waited = True
                 continue
             except ShedError as shed:
-                if to_ask := after_all.to_ask(shed):
-                    ticket = self._waited(replace(ticket, failed=ticket.failed - to_ask), entered_at)
+                if (again := self._again(context, ticket, shed, after_all)) is not None:
+                    ticket = self._waited(again, entered_at)
                     continue
                 is_own = isinstance(shed, Draining) or (isinstance(shed, AtCapacity) and context.lacks_slot)
                 if failure is None or is_own:
@@ -501,6 +501,26 @@ class Pipeline:
         refusal = deciding.refusal(ticket.traffic_class, decision, views)
         if refusal is not None:
             raise refusal
+
+    def _again(
+        self, context: RequestContext, ticket: Ticket, shed: ShedError, after_all: "_AfterAll"
+    ) -> Ticket | None:
+        """Return the ticket with which a request that is refused may get a slot nevertheless, or None.
+
+        Backends left out so far may be asked. Or those for which it waited are gone, and others take it with
+        less output planned, because its caller sets no limit.
+        """
+        if to_ask := after_all.to_ask(shed):
+            return replace(ticket, failed=ticket.failed - to_ask)
+        policy, decision = self._policy(), context.decision
+        if not isinstance(shed, NoBackend) or policy is not ticket.policy or decision is None:
+            return None
+        model = deciding.model_of(policy, context.incoming.request.model)
+        decision, anew = self._ticket(policy, model, context.incoming, decision.estimate)
+        if anew.demand.total_tokens >= ticket.demand.total_tokens:
+            return None
+        context.decision = decision
+        return replace(ticket, demand=anew.demand)
 
     def _check_fit_now(self, context: RequestContext, ticket: Ticket, shed: ShedError) -> None:
         """Reject a request for which its backends have turned out too small while it waited.

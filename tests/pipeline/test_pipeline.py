@@ -2037,6 +2037,44 @@ async def test_who_waits_is_told_when_all_its_backends_have_been_removed(world: 
         await world.ledger.release(slot)
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "status"), [pytest.param(None, 200, id="none"), pytest.param(20_000, 503, id="its-own")]
+)
+async def test_who_waits_for_a_larger_backend_that_fails_gets_one_where_it_fits_without_its_reserve(
+    world: World, max_tokens: int | None, status: int
+) -> None:
+    chat = TrafficClass("short_chat", ("light", "push"), output_reserve_tokens=20_000)
+    world.policy = replace(POLICY, models=(replace(POLICY.models[0], classes=(chat,)),))
+    world.pipeline.policy_changed()
+    world.estimates.tokens = 15_000
+    world.answers(light_0=GOOD)
+    held = await fill(world, "push")
+    caller = Caller()
+    refused: list[int] = []
+
+    async def ask() -> None:
+        try:
+            await world.run(world.request(max_tokens=max_tokens), caller)
+        except NoBackend as error:
+            refused.append(error.status)
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await anyio.wait_all_tasks_blocked()
+            assert (caller.status, refused) == (0, [])
+            world.fleet.known["push"] = BackendStatus(state=State.EJECTED)
+            world.pipeline.room.look()
+
+    assert [caller.status or None, *refused] == ([200] if status == 200 else [None, 503])
+    (noted,) = world.notes.requests
+    assert noted.decision is not None
+    assert noted.decision.demand.total_tokens == (32_768 if status == 200 else 35_016)
+    for slot in held:
+        await world.ledger.release(slot)
+    assert all(load == Load() for load in world.ledger.loads().values())
+
+
 async def test_backends_that_left_are_not_looked_at_for_ever(world: World) -> None:
     before = world.policy
     for number in range(5):
