@@ -314,12 +314,13 @@ class Pipeline:
                 has_waited = True
                 continue
             except ShedError as shed:
-                if (again := self._again(context, ticket, shed, after_all)) is not None:
+                now = self._decided_anew(context, ticket, shed)
+                if (again := _again(context, ticket, after_all.to_ask(shed), now)) is not None:
                     ticket = self._waited(again, entered_at)
                     continue
                 is_own = isinstance(shed, Draining) or (isinstance(shed, AtCapacity) and context.lacks_slot)
                 if failure is None or is_own:
-                    self._check_fit_now(context, ticket, shed)
+                    self._check_fit(now, ticket)
                     raise
                 # No backend is left to try, so the last backend's failure says more than "no backend".
                 raise failure from None
@@ -489,51 +490,32 @@ class Pipeline:
 
     # -------------------------------------------------------------- admit
 
-    def _check_fit(self, decision: Decision, ticket: Ticket) -> None:
+    def _check_fit(self, decision: Decision | None, ticket: Ticket) -> None:
         """Reject a request that no backend of its class could ever take, before it waits or is retried.
+
+        `decision`: None if nothing new is known of it.
 
         Raises:
             CallerError: its message says what to change.
         """
-        if ticket.failed:
+        if decision is None or ticket.failed:
             return  # others could take it, and have failed: the waiting line reports that
         views = self.view.of(ticket.policy.backends)
         refusal = deciding.refusal(ticket.traffic_class, decision, views)
         if refusal is not None:
             raise refusal
 
-    def _again(
-        self, context: RequestContext, ticket: Ticket, shed: ShedError, after_all: "_AfterAll"
-    ) -> Ticket | None:
-        """Return the ticket with which a request that is refused may get a slot nevertheless, or None.
+    def _decided_anew(self, context: RequestContext, ticket: Ticket, shed: ShedError) -> Decision | None:
+        """Return what is decided now on a request that none of its backends takes any more, else None.
 
-        Backends left out so far may be asked. Or those for which it waited are gone, and others take it with
-        less output planned, because its caller sets no limit.
+        They may be gone, or have turned out too small: an engine that comes up, as when its box brings it in,
+        may have a smaller window than is configured.
         """
-        if to_ask := after_all.to_ask(shed):
-            return replace(ticket, failed=ticket.failed - to_ask)
         policy, decision = self._policy(), context.decision
         if not isinstance(shed, NoBackend) or policy is not ticket.policy or decision is None:
             return None
         model = deciding.model_of(policy, context.incoming.request.model)
-        decision, anew = self._ticket(policy, model, context.incoming, decision.estimate)
-        if anew.demand.total_tokens >= ticket.demand.total_tokens:
-            return None
-        context.decision = decision
-        return replace(ticket, demand=anew.demand)
-
-    def _check_fit_now(self, context: RequestContext, ticket: Ticket, shed: ShedError) -> None:
-        """Reject a request for which its backends have turned out too small while it waited.
-
-        An engine that comes up, as when its box brings it in, may have a smaller window than is configured.
-
-        Raises:
-            CallerError: its message says what to change.
-        """
-        policy, decision = self._policy(), context.decision
-        if isinstance(shed, NoBackend) and policy is ticket.policy and decision is not None:
-            model = deciding.model_of(policy, context.incoming.request.model)
-            self._check_fit(self._ticket(policy, model, context.incoming, decision.estimate)[0], ticket)
+        return self._ticket(policy, model, context.incoming, decision.estimate)[0]
 
     # -------------------------------------------------------------- relay, account
 
@@ -647,6 +629,22 @@ class _AfterAll:
             return frozenset()
         self._is_unfit_asked = True
         return self.unfit
+
+
+def _again(
+    context: RequestContext, ticket: Ticket, to_ask: frozenset[str], now: Decision | None
+) -> Ticket | None:
+    """Return the ticket with which a refused request may get a slot after all, or None.
+
+    Backends left out so far may be asked (`to_ask`). Or those for which it waited are gone, and by what is
+    decided `now`, others take it with less output planned, because its caller sets no limit.
+    """
+    if to_ask:
+        return replace(ticket, failed=ticket.failed - to_ask)
+    if now is None or now.demand.total_tokens >= ticket.demand.total_tokens:
+        return None
+    context.decision = now
+    return replace(ticket, demand=now.demand)
 
 
 def _for_others(ticket: Ticket, policy: Policy) -> frozenset[str]:

@@ -607,7 +607,7 @@ class WaitingLine:
         refused = _refused(entry, reason, ahead, wait_s, now)
         if reason is Reason.NO_BACKEND:
             return refused
-        turn_s = UNKNOWN_WAIT_S if wait_s is None else wait_s
+        turn_s = _turn_s(wait_s)
         # A model that is swapped in is back for all at the same time.
         each_s = 0.0 if self._forecasts.away_s(entry.ticket, now) >= turn_s else turn_s / (ahead + 1)
         again_s = self._lane(entry.ticket).shares.returns.next_s(turn_s, each_s, now)
@@ -765,12 +765,17 @@ def _first_back_s(ticket: Ticket, views: Mapping[str, BackendView], now: float) 
     return min(RETRY_AFTER_MAX_S, *out) if out else 1.0
 
 
+def _turn_s(wait_s: float | None) -> float:
+    """Return after what time a caller's turn would come, as far as its forecast wait tells."""
+    return UNKNOWN_WAIT_S if wait_s is None else wait_s
+
+
 def _refused(entry: Entry, reason: Reason, ahead: int, wait_s: float | None, now: float) -> Refused:
     return Refused(
         id=entry.ticket.id,
         reason=reason,
         position=ahead + 1,
         expected_wait_s=wait_s,
-        retry_after_s=max(1.0, min(RETRY_AFTER_MAX_S, UNKNOWN_WAIT_S if wait_s is None else wait_s)),
+        retry_after_s=max(1.0, min(RETRY_AFTER_MAX_S, _turn_s(wait_s))),
         waited_s=entry.waited_s(now),
     )
