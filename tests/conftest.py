@@ -91,6 +91,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 
+def pytest_collection_finish() -> None:
+    """Keep what was collected, and all that was imported for it, out of every round of the collector."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
