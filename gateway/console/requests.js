@@ -8,6 +8,7 @@ const SHOWN = 30;
 const KEPT = { ordinary: 400, notable: 300 }; // as many notable ones as the gateway keeps
 const ID = /^req-[0-9a-f]{32}$/;
 const COLUMNS = 11;
+const LEAST_S = 0.01; // of what takes less, bars are in proportion; of what takes more, logarithmic
 
 let rows = [];
 let shown = [];
@@ -134,8 +135,12 @@ function refresh(element, row, longest) {
   const [wait, start, decode] = element.querySelectorAll(".phases i");
   const isBad = !FINE.has(row.ending);
   start.className = isBad && row.ttft_s === null ? "k-bad" : row.stream ? "k-first" : "k-decode";
-  for (const [part, value] of [[wait, waited], [start, first], [decode, rest]]) part.style.width = `${(100 * value) / longest}%`;
+  const width = (100 * extent(row.total_s)) / extent(longest);
+  for (const [part, value] of [[wait, waited], [start, first], [decode, rest]]) part.style.width = `${(width * value) / Math.max(row.total_s, 1e-9)}%`;
 }
+
+/** How long a bar is for it: chats of a second are to be read beside documents of three minutes. */
+const extent = (taken) => Math.log1p(taken / LEAST_S);
 
 function moved(event) {
   const steps = { ArrowDown: 1, ArrowUp: -1, Home: -Infinity, End: Infinity };

@@ -521,6 +521,14 @@ def row_of(job: str) -> str:
     return f"document.querySelector('[data-job=\"{job}\"]')"
 
 
+async def test_a_short_request_is_read_beside_one_that_took_minutes(bench: Bench) -> None:
+    """Its bar is long enough to see what it is made of; the longer one's is longer all the same."""
+    quick, slow = await bench.page.js(BARS)
+
+    assert quick == pytest.approx([9.88, 9.88, 19.77], abs=0.05)
+    assert slow == pytest.approx([50.0, 25.0, 25.0], abs=0.05)
+
+
 async def test_what_went_wrong_is_found_among_the_rest(bench: Bench) -> None:
     hostile = "<img src=x onerror=alert(1)>"
     good, bad = await bench.chat(), await bench.chat(hostile)
@@ -566,6 +574,17 @@ MANY_ORDINARY = """import("/console/requests.js").then(({ takeRequests }) => {
     waited_s: 0, ttft_s: 0, ttft_target_s: null, total_s: 1, is_notable: false };
   const numbered = (_, index) => ({ ...row, id: `made-up-${index}`, number: 1e6 + index });
   takeRequests(Array.from({ length: 500 }, numbered));
+})"""
+BARS = """import("/console/requests.js").then(({ forgetRequests, takeRequests }) => {
+  const row = { class: "x", backend: "light", ending: "completed", status: 200, stream: true, tries: 1, at: 0,
+    ttft_target_s: null, is_notable: false };
+  forgetRequests();
+  takeRequests([
+    { ...row, id: "quick", number: 0, total_s: 0.4, waited_s: 0.1, ttft_s: 0.2 },
+    { ...row, id: "slow", number: 1, total_s: 120, waited_s: 60, ttft_s: 90 },
+  ]);
+  const bar = (id) => document.querySelectorAll(`tbody[data-request="${id}"] .phases i`);
+  return ["quick", "slow"].map((id) => [...bar(id)].map(({ style }) => parseFloat(style.width)));
 })"""
 RESTARTED = """import("/console/requests.js").then(({ forgetRequests, takeRequests }) => {
   const row = { class: "x", backend: "light", ending: "completed", status: 200, stream: true, tries: 1, at: 0,
