@@ -251,8 +251,8 @@ class Run:
     # ------------------------------------------------------------ the box
 
     def _on(self, event: Event) -> None:
-        self.box, orders = advance(self.box, event, self.now, self.rules)
-        for order in orders:
+        self.box, order = advance(self.box, event, self.now, self.rules)
+        if order is not None:
             takes_s = {Task.CHECK: CHECK_S, Task.START: SWAP_S}.get(order.task, 0.0)
             self._at(self.now + takes_s, "order", order)
 

@@ -257,8 +257,8 @@ class TaskEnded:
 
 
 Event = Observation | OwnershipTaken | Inspected | TaskEnded
-Step = tuple[Box, tuple[Order, ...]]
-"""A box after an event, and the orders that follow."""
+Step = tuple[Box, Order | None]
+"""A box after an event, and the order that follows."""
 
 
 # ------------------------------------------------------------------ questions
@@ -403,7 +403,7 @@ def left_alone(box: Box, now: float) -> Box:
 
 
 def advance(box: Box, event: Event, now: float, rules: BoxRules) -> Step:
-    """Return the box after `event`, which happened at `now`, and the orders that follow."""
+    """Return the box after `event`, which happened at `now`, and the order that follows."""
     match event:
         case Observation():
             return _observed(box, event, now, rules)
@@ -413,7 +413,7 @@ def advance(box: Box, event: Event, now: float, rules: BoxRules) -> Step:
             return _inspected(box, found, now, rules)
         case TaskEnded(number, failure) if number == box.number:
             return _task_ended(box, failure, now, rules)
-    return box, ()
+    return box, None
 
 
 _INSPECTING = frozenset({State.UNKNOWN, State.BOOTING, State.FAILED})
@@ -426,7 +426,7 @@ def _enter(box: Box, state: State, now: float, reason: str) -> Box:
 
 def _order(box: Box, task: Task, backend: str = "") -> Step:
     box = replace(box, number=box.number + 1, tries=box.tries + 1, retry_at=None)
-    return box, (Order(task, backend, box.number),)
+    return box, Order(task, backend, box.number)
 
 
 def _taken_over(box: Box, event: OwnershipTaken, now: float, rules: BoxRules) -> Step:
@@ -460,8 +460,8 @@ def _taken_over(box: Box, event: OwnershipTaken, now: float, rules: BoxRules) ->
         case State.CHECKING:
             return _order(box, Task.CHECK, box.backend)
         case State.FAILED:
-            return replace(box, pending=(), retry_at=now), ()
-    return box, ()
+            return replace(box, pending=(), retry_at=now), None
+    return box, None
 
 
 # ---- transitions by observations
@@ -484,7 +484,7 @@ def _observed(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
             return _booting(box, look, now, rules)
         case State.FAILED if _is_time(box, now):
             return _order(box, Task.INSPECT)
-    return box, ()
+    return box, None
 
 
 def _judged(box: Box, look: Observation) -> tuple[Box, bool]:
@@ -516,9 +516,9 @@ def _resident(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
     box = _noticed(box, look, now, rules)
     planned = plan(rules.swaps, _residency(box, look.wants), now)
     if not planned.is_due(now):
-        return box, ()
+        return box, None
     reason = _why(planned, look.wants, now)
-    return _enter(replace(box, target=planned.target, cause=planned.cause), State.DRAINING, now, reason), ()
+    return _enter(replace(box, target=planned.target, cause=planned.cause), State.DRAINING, now, reason), None
 
 
 def _why(planned: Plan, wants: Mapping[str, Backlog], now: float) -> str:
@@ -557,10 +557,10 @@ def _draining(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
     if is_sound and should_cancel(rules.swaps, _residency(box, look.wants), under_way, now):
         why = f"swap to {box.target} called off for now"
         box = _begun(replace(box, target="", cause=Cause.NOTHING), now)
-        return _enter(box, State.RESIDENT, now, why), ()
+        return _enter(box, State.RESIDENT, now, why), None
     is_empty = not look.in_flight.get(name) or name in look.lost
     if not is_empty or look.heard_s < rules.settle_s:
-        return box, ()
+        return box, None
     # Of three models, somebody may have started the third meanwhile: nobody looks at one that is out.
     others = tuple(other for other in rules.swaps.triggers if other not in (name, box.target))
     return _stop(box, (name, *others), box.target, now, box.reason)
@@ -577,7 +577,7 @@ def _booting(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
         return _quarantined(box, _why_not_ready(box, look, rules), now, rules)
     if _is_time(box, now):
         return _order(box, Task.START, box.backend)
-    return box, ()
+    return box, None
 
 
 def _why_not_ready(box: Box, look: Observation, rules: BoxRules) -> str:
@@ -606,7 +606,7 @@ def _inspected(box: Box, found: frozenset[str], now: float, rules: BoxRules) -> 
             return _check(replace(box, backend=usable[0], pending=()), now, "found running")
         if _fallback(box, rules):  # so one could not be stopped; the whole machine may have been away
             return _order(replace(box, pending=members, tries=0), Task.STOP, members[0])
-        return replace(box, retry_at=now + INSPECT_S), ()
+        return replace(box, retry_at=now + INSPECT_S), None
     if box.state is State.BOOTING:
         if found <= {box.backend}:
             return _order(replace(box, tries=0), Task.START, box.backend)
@@ -622,8 +622,8 @@ def _inspected(box: Box, found: frozenset[str], now: float, rules: BoxRules) -> 
     kept = next((name for name in (was, rules.swaps.default) if name in usable), usable[0])
     others = tuple(name for name in members if name in found and name != kept)
     if others:
-        step = _stop(box, others, kept, now, f"found {len(found)} models running")
-        return replace(step[0], is_started=True), step[1]
+        box, order = _stop(box, others, kept, now, f"found {len(found)} models running")
+        return replace(box, is_started=True), order
     return _check(replace(box, backend=kept), now, "found running")
 
 
@@ -640,22 +640,22 @@ def _task_ended(box: Box, failure: str, now: float, rules: BoxRules) -> Step:
                 box, failure, now, lambda: _quarantined(box, f"cannot be started: {failure}", now, rules)
             )
         case State.BOOTING:
-            return replace(box, is_started=True, reason="started", failure=""), ()
+            return replace(box, is_started=True, reason="started", failure=""), None
         case State.CHECKING if failure:
             return _quarantined(box, f"canary failed: {failure}", now, rules)
         case State.CHECKING:
             trusted = {name: held for name, held in box.quarantine.items() if name != box.backend}
             box = replace(box, quarantine=trusted, resident_since=now, busy_at=now, due_at=None)
-            return _enter(_begun(box, now), State.RESIDENT, now, "answers correctly"), ()
+            return _enter(_begun(box, now), State.RESIDENT, now, "answers correctly"), None
         case State.FAILED if box.pending:
             return _stopped_at_last(box, failure, now, rules)
-    return box, ()
+    return box, None
 
 
 def _again(box: Box, failure: str, now: float, give_up: Callable[[], Step]) -> Step:
     if box.tries >= COMMAND_TRIES:
         return give_up()
-    return replace(box, failure=failure, retry_at=now + COMMAND_PAUSES_S[box.tries - 1]), ()
+    return replace(box, failure=failure, retry_at=now + COMMAND_PAUSES_S[box.tries - 1]), None
 
 
 def _stopped_at_last(box: Box, failure: str, now: float, rules: BoxRules) -> Step:
@@ -666,7 +666,7 @@ def _stopped_at_last(box: Box, failure: str, now: float, rules: BoxRules) -> Ste
     name, *rest = box.pending
     if failure:
         why = f"cannot stop {name}: {failure}"
-        return replace(box, reason=why, pending=(), retry_at=now + INSPECT_S), ()
+        return replace(box, reason=why, pending=(), retry_at=now + INSPECT_S), None
     box = _seen_out(box, name)
     if rest:
         return _order(replace(box, pending=tuple(rest), tries=0), Task.STOP, rest[0])
@@ -740,7 +740,7 @@ def _quarantined(box: Box, reason: str, now: float, rules: BoxRules, *, is_gone:
     if not home:
         return _failed(box, f"{name} is in quarantine ({reason}), and the box has no other model to run", now)
     box = replace(box, target=home, is_started=False)
-    return _enter(box, State.DRAINING, now, f"{name} is in quarantine: {reason}"), ()
+    return _enter(box, State.DRAINING, now, f"{name} is in quarantine: {reason}"), None
 
 
 def _fallback(box: Box, rules: BoxRules) -> str:
@@ -751,4 +751,4 @@ def _fallback(box: Box, rules: BoxRules) -> str:
 
 def _failed(box: Box, reason: str, now: float) -> Step:
     box = replace(box, backend="", target="", pending=(), is_started=False, cause=Cause.NOTHING)
-    return replace(_enter(box, State.FAILED, now, reason), retry_at=now + INSPECT_S), ()
+    return replace(_enter(box, State.FAILED, now, reason), retry_at=now + INSPECT_S), None

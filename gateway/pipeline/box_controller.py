@@ -345,8 +345,9 @@ class BoxController:
         orders: list[Order] = []
         kept.heard_s = kept.hearing.heard_s(kept.box, notes, now)
         for event in (*events, self._look(kept)):
-            kept.box, more = advance(kept.box, event, self._clock.now(), kept.rules)
-            orders.extend(more)
+            kept.box, order = advance(kept.box, event, self._clock.now(), kept.rules)
+            if order is not None:
+                orders.append(order)
             if swap := kept.swaps.observe(kept.box):
                 self._on_swap(kept.name, swap)
         return orders

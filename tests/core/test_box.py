@@ -50,11 +50,11 @@ class Script:
         self.box = Box(since=now) if box is None else box
         self.rules = rules
         self.now = now
-        self.orders: tuple[Order, ...] = ()
+        self.order: Order | None = None
 
     def on(self, event: Event, after_s: float = 0.0) -> "Script":
         self.now += after_s
-        self.box, self.orders = advance(self.box, event, self.now, self.rules)
+        self.box, self.order = advance(self.box, event, self.now, self.rules)
         return self
 
     def look(self, after_s: float = 0.0, **seen: Any) -> "Script":
@@ -72,7 +72,7 @@ class Script:
 
     @property
     def ordered(self) -> list[tuple[Task, str]]:
-        return [(order.task, order.backend) for order in self.orders]
+        return [] if self.order is None else [(self.order.task, self.order.backend)]
 
 
 def gemma_resident(**fields: Any) -> Script:
@@ -386,7 +386,7 @@ def test_a_report_of_what_was_given_up_meanwhile_changes_nothing() -> None:
     for box in (checking.look(1, misfits={"qwen": "engine 0.24.0"}), booting_qwen().look(600)):
         before = box.box
         assert box.done().box is before
-        assert (box.at, box.orders) == ((State.DRAINING, "qwen", "gemma"), ())
+        assert (box.at, box.order) == ((State.DRAINING, "qwen", "gemma"), None)
 
 
 @pytest.mark.parametrize("found", [(), ("qwen",), ("gemma",)], ids=["none", "it", "another"])
@@ -411,8 +411,8 @@ def test_a_command_that_succeeds_at_last_is_not_the_reason_of_what_comes_next() 
 def test_a_command_that_fails_is_tried_again_twice() -> None:
     box = gemma_resident().look(wants=QWEN_WANTED).look(wants=QWEN_WANTED)
     for pause_s in COMMAND_PAUSES_S:
-        assert box.done("exit status 255").orders == ()
-        assert box.look(pause_s - 1, wants=QWEN_WANTED).orders == ()
+        assert box.done("exit status 255").order is None
+        assert box.look(pause_s - 1, wants=QWEN_WANTED).order is None
         assert box.look(1, wants=QWEN_WANTED).ordered == [(Task.STOP, "gemma")]
     assert box.done("exit status 255").at[0] is State.FAILED
     assert objection(box.box, "gemma") == (
@@ -424,7 +424,7 @@ def test_a_command_that_fails_is_tried_again_twice() -> None:
 def test_a_command_that_is_being_carried_out_is_not_given_again() -> None:
     box = gemma_resident().look(wants=QWEN_WANTED).look(wants=QWEN_WANTED).done("exit status 255")
     assert box.look(COMMAND_PAUSES_S[0], wants=QWEN_WANTED).ordered == [(Task.STOP, "gemma")]
-    assert box.look(100, wants=QWEN_WANTED).orders == ()
+    assert box.look(100, wants=QWEN_WANTED).order is None
 
 
 def test_each_command_has_its_own_tries() -> None:
@@ -439,7 +439,7 @@ def test_each_command_has_its_own_tries() -> None:
 def test_a_failed_box_is_looked_at_and_what_is_in_serves_again() -> None:
     quarantine = {name: Quarantine("canary failed", 500.0, gone=True) for name in ("gemma", "qwen")}
     box = Script(Box(State.FAILED, 1000.0, quarantine=quarantine, number=4, retry_at=1000.0 + INSPECT_S))
-    assert box.look(INSPECT_S - 1).orders == ()
+    assert box.look(INSPECT_S - 1).order is None
     assert box.look(1).ordered == [(Task.INSPECT, "")]
     assert box.found().look(INSPECT_S).ordered == [(Task.INSPECT, "")]
     assert box.found("gemma").ordered == [(Task.CHECK, "gemma")]
@@ -457,9 +457,9 @@ def cannot_stop_gemma() -> Script:
 def test_a_machine_that_was_away_for_longer_than_the_tries_of_a_stop_boots_its_default() -> None:
     box = cannot_stop_gemma()
     assert box.look(INSPECT_S).found().ordered == [(Task.STOP, "gemma")]
-    assert box.done("no answer").orders == ()
+    assert box.done("no answer").order is None
     assert (box.at, box.box.reason) == ((State.FAILED, "", ""), "cannot stop gemma: no answer")
-    assert box.look(INSPECT_S - 1).orders == ()
+    assert box.look(INSPECT_S - 1).order is None
     assert box.look(1).found().ordered == [(Task.STOP, "gemma")]
     # Nobody knows what is running, so nothing boots before all are stopped.
     assert box.done().ordered == [(Task.STOP, "qwen")]
@@ -487,9 +487,9 @@ def test_a_box_that_has_failed_is_looked_at_from_then_on_at_intervals() -> None:
     box = cannot_stop_gemma()
     assert box.at == (State.FAILED, "", "")
     assert (box.box.cause, box.box.pending) == (Cause.NOTHING, ())
-    assert box.look(INSPECT_S - 1).orders == ()
+    assert box.look(INSPECT_S - 1).order is None
     assert box.look(1).ordered == [(Task.INSPECT, "")]
-    assert box.found().done("no route").look(INSPECT_S - 1).orders == ()
+    assert box.found().done("no route").look(INSPECT_S - 1).order is None
     assert box.look(1).ordered == [(Task.INSPECT, "")]
 
 
@@ -522,7 +522,7 @@ def gemma_is_booted_instead(box: Script) -> None:
 
 def test_a_boot_beyond_its_budget_is_not_tried_again() -> None:
     box = booting_qwen()
-    assert box.look(599).orders == ()
+    assert box.look(599).order is None
     box.look(1)
     assert box.box.quarantine["qwen"].reason == "no answer 600 s after its start"
     gemma_is_booted_instead(box)

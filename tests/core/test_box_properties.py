@@ -48,11 +48,10 @@ class Machine(RuleBasedStateMachine):
         self.happens(OwnershipTaken(self.now, is_first=True))
 
     def happens(self, event: Event) -> None:
-        self.box, orders = advance(self.box, event, self.now, RULES)
-        assert len(orders) <= 1
+        self.box, order = advance(self.box, event, self.now, RULES)
         if self.box.state is State.FAILED:
             self.left |= self.inside
-        for order in orders:
+        if order is not None:
             assert order.number > self.last_number
             self.last_number, self.order = order.number, order
             if order.task is Task.START:
