@@ -54,7 +54,7 @@ from gateway.core.swap_policy import Backlog, Cause, Plan
 from gateway.core.value import valueclass
 from gateway.core.waiting import WaitingLine
 from gateway.events import about
-from gateway.ports import BoxBoard, BoxFleet, Clock, JobStore, Ledger, Switch
+from gateway.ports import Board, BoxBoard, BoxFleet, Clock, JobStore, Ledger, Switch
 
 log = logging.getLogger("gateway.boxes")
 
@@ -298,42 +298,46 @@ class BoxController:
         """Settle a box's ownership with the other processes, and advance its state if this one owns it."""
         now = self._clock.now()
         kept.own = self._line.wants(kept.backends)
-        reply = await self._board.sync(
+        board = await self._board.sync(
             kept.name,
             fence=kept.fence,
             state=written(kept.box, now) if kept.fence else "",
             note=note(kept.own, kept.box, now),
         )
         await self._read_store(kept)
-        now = self._clock.now()
-        kept.is_unheard = reply is None
-        if reply is None:
-            kept.hearing.forget()
-            if kept.box.state is State.UNKNOWN and not kept.has_heard:
-                found = [name for name in self._ready(kept) if await self._switch.is_resident(name)]
-                kept.box = unowned(frozenset(found), now) or kept.box
-            elif now - kept.heard_at > STORE_LOST_S:
-                kept.fence, kept.box = 0, left_alone(kept.box, now)
+        kept.is_unheard = board is None
+        if board is None:
+            await self._go_on_alone(kept)
             return ()
+        events = self._settle(kept, board)
+        return self._advance(kept, events) if kept.fence else ()
+
+    async def _go_on_alone(self, kept: _Kept) -> None:
+        """Use what this process knows of a box while the store does not answer. No model is swapped."""
+        now = self._clock.now()
+        kept.hearing.forget()
+        if kept.box.state is State.UNKNOWN and not kept.has_heard:
+            found = [name for name in self._ready(kept) if await self._switch.is_resident(name)]
+            kept.box = unowned(frozenset(found), now) or kept.box
+        elif now - kept.heard_at > STORE_LOST_S:
+            kept.fence, kept.box = 0, left_alone(kept.box, now)
+
+    def _settle(self, kept: _Kept, board: Board) -> Sequence[Event]:
+        """Adopt the ownership and the state on a box's board. Return what has happened, for the owner."""
+        now = self._clock.now()
         has_watched = kept.has_heard  # whoever had the box, this process was there
         kept.has_heard, kept.heard_at = True, now
-        notes = [read_note(text, now) for text in reply.others]
+        notes = [read_note(text, now) for text in board.others]
         kept.others = _summed(one.wants for one in notes)
-        gained = reply.fence and reply.fence != kept.fence
-        if (gained or not reply.fence) and reply.state:
-            if reply.state != kept.told:  # an owner that has died says nothing new
-                kept.told, kept.told_box = reply.state, read(reply.state, now)
-            told = kept.told_box
-            if told is not None and not (gained and is_outdated(told, kept.box)):
-                kept.box = told
-            kept.swaps.observe(kept.box)  # a swap is counted by the owner that completes it
-        kept.fence = reply.fence
+        has_gained = board.fence > 0 and board.fence != kept.fence
+        kept.fence = board.fence
+        if board.state and (has_gained or not kept.fence):
+            _adopt(kept, board.state, now)
         if not kept.fence:
             kept.hearing.forget()
             return ()
-        events: list[Event] = [*kept.reports]
-        kept.reports.clear()
-        if gained:
+        events, kept.reports = kept.reports, []
+        if has_gained:
             kept.box = replace(kept.box, fence=kept.fence)
             log.info(
                 "box %s: this gateway now switches its models (fence %d)",
@@ -341,9 +345,13 @@ class BoxController:
                 kept.fence,
                 extra=about("box_owned", box=kept.name, fence=kept.fence),
             )
-            events = [OwnershipTaken(self._started_at, is_first=not has_watched and not reply.others)]
-        orders: list[Order] = []
+            events = [OwnershipTaken(self._started_at, is_first=not has_watched and not board.others)]
         kept.heard_s = kept.hearing.heard_s(kept.box, notes, now)
+        return events
+
+    def _advance(self, kept: _Kept, events: Sequence[Event]) -> Sequence[Order]:
+        """Advance the state of a box by events and an observation. Return the orders that follow."""
+        orders: list[Order] = []
         for event in (*events, self._look(kept)):
             kept.box, order = advance(kept.box, event, self._clock.now(), kept.rules)
             if order is not None:
@@ -541,6 +549,16 @@ class BoxController:
                 reason=box.reason,
             ),
         )
+
+
+def _adopt(kept: _Kept, state: str, now: float) -> None:
+    """Adopt the state on a box's board, unless this process, its new owner, knows a newer one."""
+    if state != kept.told:  # an owner that has died says nothing new
+        kept.told, kept.told_box = state, read(state, now)
+    told = kept.told_box
+    if told is not None and not (kept.fence and is_outdated(told, kept.box)):
+        kept.box = told
+    kept.swaps.observe(kept.box)  # a swap is counted by the owner that completes it
 
 
 def _is_ready(status: health.BackendStatus) -> bool:
