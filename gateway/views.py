@@ -8,11 +8,11 @@ import anyio
 
 from gateway import __version__
 from gateway.core import admission
-from gateway.core.blame import Refusal
 from gateway.core.count_check import CountDrift, CountTracker
 from gateway.core.health import BackendStatus
 from gateway.core.load import NO_LOAD
 from gateway.core.policy import Policy
+from gateway.core.refusals import Refusal
 from gateway.core.selection import BackendView, unavailable_reason
 from gateway.pipeline import BackendSnapshot, BackendWatch, Peers
 from gateway.pipeline.box_controller import BoxController, BoxSnapshot

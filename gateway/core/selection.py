@@ -46,9 +46,9 @@ class BackendView:
         long_waiting: Queued requests with long prompts whose first choice it is.
         away: Why its box, shared with other models, does not run its model now; None if it does.
         refuses: Whether it has just refused a request because of load: the others of its pool come first.
-        takes: Up to how many sequences requests that it has refused may go there (`blame.Refusal.takes`).
+        takes: Up to how many sequences requests that it has refused may go there (`refusals.Refusal.takes`).
         seqs_max: Up to how many this one may.
-        refuses_all: Whether those that it has refused are not to wait for it (`blame.Refusal.is_of_all`).
+        refuses_all: Whether those that it has refused are not to wait for it (`refusals.Refusal.is_of_all`).
         seqs_taken: Sequences in the engine that no gateway sharing this gateway's ledger has sent. They lower
             its score, as its own load does, and no limit.
     """

@@ -10,10 +10,11 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from gateway.core.backends import Backend
-from gateway.core.blame import IN_A_ROW, PAUSE_S, REFUSED_S, REPEATED_S, Blame, Doubts, Refusals
+from gateway.core.blame import IN_A_ROW, PAUSE_S, REPEATED_S, Blame, Doubts
 from gateway.core.decision import Exclusion, Objection
 from gateway.core.health import NOT_PROBED, BackendStatus, Outcome, State
 from gateway.core.policy import Policy
+from gateway.core.refusals import REFUSED_S, Refusals
 from gateway.core.selection import unavailable_reason
 from gateway.core.usage import AttemptRecord
 from gateway.pipeline.request_context import RequestContext

@@ -9,13 +9,13 @@ from types import MappingProxyType
 
 from gateway.core.admission import WHOLE
 from gateway.core.backends import Backend
-from gateway.core.blame import Refusal
 from gateway.core.box_demand import servers
 from gateway.core.count_check import CountTracker
 from gateway.core.decision import Exclusion, Objection
 from gateway.core.health import NOT_PROBED, BackendStatus, State
 from gateway.core.load import Load
 from gateway.core.policy import Policy, TrafficClass
+from gateway.core.refusals import Refusal
 from gateway.core.request import Prefixes
 from gateway.core.selection import BackendView, unavailable_reason
 from gateway.core.waiting import WaitingLine

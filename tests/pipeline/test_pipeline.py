@@ -33,7 +33,7 @@ from support.world import (
 from gateway.core import admission
 from gateway.core.answers import MESSAGE_CHARS_MAX
 from gateway.core.backends import Backend, Capacity, KneeStep, Modalities, Pool, Timeouts
-from gateway.core.blame import PAUSE_S, REFUSED_S, REPEATED_S
+from gateway.core.blame import PAUSE_S, REPEATED_S
 from gateway.core.decision import Exclusion
 from gateway.core.errors import (
     AtCapacity,
@@ -54,6 +54,7 @@ from gateway.core.errors import (
 from gateway.core.health import PROBATION_SEQS, BackendStatus, EngineSample, Outcome, State
 from gateway.core.load import Demand, Load
 from gateway.core.policy import Bound, Comparison, Policy, RetryPolicy, TrafficClass, Waiting, When
+from gateway.core.refusals import REFUSED_S
 from gateway.core.request import Endpoint, Prompt, Request, Turn
 from gateway.core.usage import Ending, Usage
 from gateway.pipeline import CallerStalled, failures
