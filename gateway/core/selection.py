@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from gateway.core import admission, versions
 from gateway.core.backends import Backend, Capacity, Pool
 from gateway.core.decision import Candidate, Exclusion, Objection, Ranking
-from gateway.core.health import PROBATION_SEQS, BackendStatus, State, accepts, preference, usable
+from gateway.core.health import PROBATION_SEQS, BackendStatus, State, accepts, is_last_resort, usable
 from gateway.core.load import NO_LOAD, UNLIMITED, Demand, Load
 from gateway.core.policy import Policy, TrafficClass, Weights
 from gateway.core.quirks.context_buckets import stalls
@@ -651,7 +651,7 @@ _Scores = tuple[float, float, float, float, float]
 that the backend has seen; the prefill that this saves, in seconds, counts with it. By the share alone, a lead
 of a fifth of the knee moved conversations whose prefill took several seconds elsewhere (docs/routing.md)."""
 
-_Scored = tuple[int, float, float, int, Case, _Scores]
+_Scored = tuple[bool, float, float, int, Case, _Scores]
 """Sort key first: last resorts last, negated score, what is used beyond the knee, and place in the pool. The
 last two break ties: others may fill several backends, of which no knee is free. Then the case and the single
 scores."""
@@ -678,7 +678,7 @@ def _scored(fit: Sequence[Case], weights: Weights) -> list[_Scored]:
         score += weights.prefix_affinity * (affinity + saved_s) + weights.slow_context * slow
         scores = (spare, speed, affinity, saved_s, slow)
         beyond = beyond if weights.spare_knee else 0.0
-        found.append((preference(view.status) or view.refuses, -score, beyond, at, case, scores))
+        found.append((is_last_resort(view.status) or view.refuses, -score, beyond, at, case, scores))
     return found
 
 

@@ -27,8 +27,8 @@ from gateway.core.health import (
     advance,
     awaited,
     hang_after_s,
+    is_last_resort,
     lost,
-    preference,
     put_out,
     retry_after_s,
     served_name,
@@ -706,24 +706,24 @@ def test_a_failed_scrape_is_noted_and_judges_nothing() -> None:
 @pytest.mark.parametrize(
     ("state", "expected"),
     [
-        (State.UP, (True, True, True, 0)),
-        (State.PROBATION, (True, True, False, 0)),
-        (State.UNKNOWN, (True, True, True, 1)),
-        (State.BOOTING, (False, False, False, 0)),
-        (State.DRAINING, (False, False, False, 0)),
-        (State.HUNG, (False, False, False, 0)),
-        (State.EJECTED, (False, False, False, 0)),
-        (State.DOWN, (False, False, False, 0)),
+        (State.UP, (True, True, True, False)),
+        (State.PROBATION, (True, True, False, False)),
+        (State.UNKNOWN, (True, True, True, True)),
+        (State.BOOTING, (False, False, False, False)),
+        (State.DRAINING, (False, False, False, False)),
+        (State.HUNG, (False, False, False, False)),
+        (State.EJECTED, (False, False, False, False)),
+        (State.DOWN, (False, False, False, False)),
     ],
     ids=lambda value: value.value if isinstance(value, State) else "",
 )
-def test_what_each_state_allows(state: State, expected: tuple[bool, bool, bool, int]) -> None:
+def test_what_each_state_allows(state: State, expected: tuple[bool, bool, bool, bool]) -> None:
     status = BackendStatus(state=state)
     told = (
         usable(status),
         accepts(status, PROBATION_SEQS - 1),
         accepts(status, PROBATION_SEQS),
-        preference(status),
+        is_last_resort(status),
     )
     assert told == expected
 

@@ -21,11 +21,22 @@ Gateways that share a store exchange the evidence that only their own requests p
 `PeerAttempts`), so that a backend that fails through one gateway is out of service at all of them.
 """
 
+from gateway.core.health.questions import (
+    PROBATION_SEQS,
+    accepts,
+    hang_after_s,
+    has_ended,
+    is_last_resort,
+    lost,
+    retry_after_s,
+    served_name,
+    usable,
+    verdict,
+)
 from gateway.core.health.transitions import advance, awaited, put_out
 from gateway.core.health.vocabulary import (
     GONE_S,
     NOT_PROBED,
-    PROBATION_SEQS,
     Attempt,
     BackendStatus,
     EngineSample,
@@ -42,15 +53,6 @@ from gateway.core.health.vocabulary import (
     SampleFailed,
     State,
     Verdict,
-    accepts,
-    hang_after_s,
-    has_ended,
-    lost,
-    preference,
-    retry_after_s,
-    served_name,
-    usable,
-    verdict,
 )
 
 __all__ = [
@@ -81,7 +83,7 @@ __all__ = [
     "awaited",
     "usable",
     "accepts",
-    "preference",
+    "is_last_resort",
     "retry_after_s",
     "served_name",
     "verdict",

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gateway.core.health.questions import usable
 from gateway.core.health.vocabulary import (
     GONE,
     GONE_S,
@@ -22,7 +23,6 @@ from gateway.core.health.vocabulary import (
     SampleFailed,
     State,
     Verdict,
-    usable,
 )
 
 HEARD_MAX = 256
@@ -330,7 +330,7 @@ def _after_restart(status: BackendStatus, now: float) -> BackendStatus:
         version="",
         model_error="",
     )
-    if status.state in (State.BOOTING, State.DOWN):  # the next good probe brings it back
+    if status.state in _AWAY:  # the next good probe brings it back
         return replace(status, progress_at=now)
     return _on_probation(status, now, f"restarted; restarts so far: {status.restarts}")
 
