@@ -35,8 +35,8 @@ from gateway.core.waiting import (
 from gateway.core.waiting.drain import STARTS_OVER_S, Drain
 from gateway.core.waiting.fairness import FINISH_SPARE, Entry, Shares
 from gateway.core.waiting.line import AGAIN_WAIT_S, EXPIRIES_SPARE, MOVED_WAIT_S
+from gateway.core.waiting.placement import STAYING_MAX
 from gateway.core.waiting.prefills import level
-from gateway.core.waiting.room import STAYING_MAX
 
 UP = BackendStatus(state=State.UP, served_models=("gemma",))
 PLAIN = TrafficClass("chat", ("light",))

@@ -37,7 +37,7 @@ when a request enters, and at `next_turn_at`.
 
 from gateway.core.waiting.fairness import LOOKAHEAD, PUT_BACK_TOKENS
 from gateway.core.waiting.line import BLOCKED_KNOWN_S, MISS_PAUSE_S, WaitingLine
-from gateway.core.waiting.room import would_stay
+from gateway.core.waiting.placement import would_stay
 from gateway.core.waiting.tickets import (
     Foresight,
     Offer,

@@ -17,8 +17,8 @@ from gateway.core.swap_policy import Backlog
 from gateway.core.value import valueclass
 from gateway.core.waiting.fairness import LOOKAHEAD, Entry, Home, Lane, Rank, Shares, merged
 from gateway.core.waiting.forecast import Forecasts
+from gateway.core.waiting.placement import Placement, asks_no_less
 from gateway.core.waiting.returns import RETRY_AFTER_MAX_S
-from gateway.core.waiting.room import Room, asks_no_less
 from gateway.core.waiting.tickets import Foresight, Offer, Reason, Refused, Ticket, Turn, Waiter
 
 MISS_PAUSE_S = 0.05
@@ -210,7 +210,7 @@ class WaitingLine:
         if entry is None:
             entry = self._entry(ticket, now)
             if entry.is_long and views:  # others wait for a slot in any case, if they wait
-                Room(views, _NO_BACKENDS, now).place(entry)
+                Placement(views, _NO_BACKENDS, now).place(entry)
                 entry.is_full = entry.is_full or not self._has_room(lane, entry)
         ahead, wait_s = self._forecasts.wait_of(lane, entry, now, views)
         is_full = lane.is_full_for(ticket)
@@ -419,7 +419,7 @@ class WaitingLine:
             return Turn((), refused, None)
         self._note_windows(views)
         seen = self._with_offers(views)
-        room = Room(seen, self._paused(now), now)
+        placement = Placement(seen, self._paused(now), now)
         offers: list[Offer] = []
         hopeless: list[Entry] = []
         looked, has_long = 0, False
@@ -428,7 +428,7 @@ class WaitingLine:
                 for lane in shares.lanes:
                     lane.age(now)
             for entry in merged(shared):
-                candidates = room.place(entry)
+                candidates = placement.place(entry)
                 looked += 1
                 if candidates is None:
                     hopeless.append(entry)
@@ -442,17 +442,17 @@ class WaitingLine:
             no_backend = self._refuse(entry, Reason.NO_BACKEND, now)
             retry_after_s = _first_back_s(entry.ticket, views, now)
             refused.append(replace(no_backend, expected_wait_s=None, retry_after_s=retry_after_s))
-        self._full_classes, self._blocked = room.full_classes, room.blocked
-        late = self._late([*room.foreseen, *self._found_full()], now, refused)
+        self._full_classes, self._blocked = placement.full_classes, placement.blocked
+        late = self._late([*placement.foreseen, *self._found_full()], now, refused)
         # There is more to do if the lookahead limit may have ended the turn while slots were still free, if
         # an entry that held backends in this turn was refused or demoted, or comes after others now that
         # some of its key have started, or if a long prompt has started and keeps no others from spilling.
-        may_go_on = bool(offers) and (has_long or room.has_held or looked >= LOOKAHEAD)
+        may_go_on = bool(offers) and (has_long or placement.has_held or looked >= LOOKAHEAD)
         is_unfinished = self._waiting and (hopeless or late or may_go_on)
         if is_unfinished:
             return Turn(offers, refused, now)
-        next_look_at = room.next_look_at
-        if room.has_held:  # for one that may no longer come first then
+        next_look_at = placement.next_look_at
+        if placement.has_held:  # for one that may no longer come first then
             next_look_at = min([next_look_at, *(lane.late_at for lane in self._lanes.values())])
         return Turn(offers, refused, self._next_look(next_look_at))
 

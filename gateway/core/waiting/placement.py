@@ -1,4 +1,4 @@
-"""Capacity available to one turn of the queue: the backend snapshots minus offers and holds."""
+"""Where one turn of the queue places requests: the backend snapshots minus offers and holds."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -52,8 +52,8 @@ class _Stuck:
     is_foreseen: bool
 
 
-class Room:
-    """The backends during one turn: offers count as load, and blocked requests hold backends."""
+class Placement:
+    """The placement of requests during one turn: offers count as load, and blocked requests hold backends."""
 
     def __init__(self, views: Mapping[str, BackendView], paused: frozenset[str], now: float) -> None:
         self._views = dict(views)
