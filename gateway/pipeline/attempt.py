@@ -161,6 +161,7 @@ class Attempt:
             CallerStalled: the caller has stopped reading.
         """
         context = self._context
+        assert context.decision is not None
         context.served_by = self._candidate
         started_at = self._started_at = self._clock.now()
         # The default outcome does not count against the backend.
@@ -185,7 +186,7 @@ class Attempt:
                     request_id=context.incoming.arrival.id,
                     backend=self._backend.id,
                     pool=self._candidate.pool,
-                    traffic_class=context.decision.traffic_class if context.decision else "",
+                    traffic_class=context.decision.traffic_class,
                     outcome=outcome,
                     detail=detail,
                     started_at=started_at,

@@ -223,7 +223,7 @@ class Pipeline:
             estimate = await self._estimated(policy, model, incoming)
             policy = self._policy()  # it may have changed while tokens were counted
             model = deciding.model_of(policy, request.model)
-        decision, ticket = self._ticket(policy, model, incoming, estimate)
+        decision, ticket = self._decided(policy, model, incoming, estimate)
         self._check_fit(decision, ticket)
         return decision
 
@@ -427,7 +427,7 @@ class Pipeline:
             context.policy = policy = in_force
             model = deciding.model_of(policy, request.model)
         context.estimate = estimate
-        context.decision, context.ticket = self._ticket(policy, model, context.incoming, estimate)
+        context.decision, context.ticket = self._decided(policy, model, context.incoming, estimate)
         return context.ticket
 
     def _estimated(self, policy: Policy, model: ModelPolicy, incoming: Incoming) -> Awaitable[Estimate]:
@@ -441,12 +441,11 @@ class Pipeline:
         A request that the current policy would reject keeps the policy under which it was accepted, without
         the backends that are for other models now.
         """
-        policy, decision = self._policy(), context.decision
-        if policy is ticket.policy or decision is None:
+        policy = self._policy()
+        if policy is ticket.policy:
             return ticket
         try:
-            model = deciding.model_of(policy, context.incoming.request.model)
-            decision, anew = self._ticket(policy, model, context.incoming, decision.estimate)
+            decision, anew = self._decided_under(policy, context)
             self._check_fit(decision, anew)
         except GatewayError:
             return replace(ticket, failed=ticket.failed | _for_others(ticket, policy))
@@ -460,9 +459,20 @@ class Pipeline:
             refused=ticket.refused,
         )
 
-    def _ticket(
+    def _decided_under(self, policy: Policy, context: RequestContext) -> tuple[Decision, Ticket]:
+        """Like `_decided`, for a request that has been decided before.
+
+        Raises:
+            CallerError: the policy has no model or class for it.
+        """
+        assert context.estimate is not None
+        model = deciding.model_of(policy, context.incoming.request.model)
+        return self._decided(policy, model, context.incoming, context.estimate)
+
+    def _decided(
         self, policy: Policy, model: ModelPolicy, incoming: Incoming, estimate: Estimate
     ) -> tuple[Decision, Ticket]:
+        """Classify a request and rank its backends. Return the decision, and its ticket for the queue."""
         request, arrival = incoming.request, incoming.arrival
         held = self.view.held(policy, request.prefixes)
         views = partial(self.view.of_class, policy, held)
@@ -511,11 +521,10 @@ class Pipeline:
         They may be gone, or have turned out too small: an engine that comes up, as when its box brings it in,
         may have a smaller window than is configured.
         """
-        policy, decision = self._policy(), context.decision
-        if not isinstance(shed, NoBackend) or policy is not ticket.policy or decision is None:
+        policy = self._policy()
+        if not isinstance(shed, NoBackend) or policy is not ticket.policy:
             return None
-        model = deciding.model_of(policy, context.incoming.request.model)
-        return self._ticket(policy, model, context.incoming, decision.estimate)[0]
+        return self._decided_under(policy, context)[0]
 
     # -------------------------------------------------------------- relay, account
 
@@ -587,14 +596,15 @@ class Pipeline:
         )
 
     def _learn(self, context: RequestContext, candidate: Candidate) -> None:
-        request, decision = context.incoming.request, context.decision
-        model = context.policy.model(request.model)
+        request, estimate = context.incoming.request, context.estimate
         several_prompts = request.endpoint is Endpoint.COMPLETIONS and request.choices > 1
-        if decision is None or model is None or context.usage is None or several_prompts:
+        if context.usage is None or several_prompts:
             return  # with several prompts, usage is a sum and says nothing about a single one
         if context.incoming.member("truncate_prompt_tokens") is not None:
             return  # usage is that of what the engine left of the prompt
-        prompt, estimate, actual = request.prompt, decision.estimate, context.usage.prompt_tokens
+        model = context.policy.model(request.model)
+        assert model is not None and estimate is not None  # it was decided
+        prompt, actual = request.prompt, context.usage.prompt_tokens
         plain = is_plain(prompt)
         if plain:
             self._estimator.observe(estimate, actual)

@@ -178,8 +178,7 @@ class RequestContext:
             return None
         incoming = self.incoming
         model = self.policy.model(incoming.request.model)
-        if model is None:
-            return None
+        assert model is not None  # its prompt was counted as one for it
         return RequestFeatures.of(
             self.policy.version,
             model,
