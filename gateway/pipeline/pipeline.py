@@ -296,8 +296,7 @@ class Pipeline:
 
     async def _place(self, context: RequestContext, ticket: Ticket) -> None:
         """Get a slot and relay the answer; move on to other backends until one starts to answer."""
-        failure: GatewayError | None = None
-        after_all, has_waited = _AfterAll(), False
+        setbacks, has_waited = _Setbacks(), False
         while True:
             ticket = self._under_this_policy(context, ticket)
             decision = context.decision
@@ -314,16 +313,8 @@ class Pipeline:
                 has_waited = True
                 continue
             except ShedError as shed:
-                now = self._decided_anew(context, ticket, shed)
-                if (again := _again(context, ticket, after_all.to_ask(shed), now)) is not None:
-                    ticket = self._waited(again, entered_at)
-                    continue
-                is_own = isinstance(shed, Draining) or (isinstance(shed, AtCapacity) and context.lacks_slot)
-                if failure is None or is_own:
-                    self._check_fit(now, ticket)
-                    raise
-                # No backend is left to try, so the last backend's failure says more than "no backend".
-                raise failure from None
+                ticket = self._waited(self._after_all(context, ticket, setbacks, shed), entered_at)
+                continue
             has_waited = False
             context.admitted(self._clock.now())
             ticket = self._waited(ticket, entered_at)
@@ -336,20 +327,43 @@ class Pipeline:
                     context.ending, context.error_code = Ending.BROKEN, StreamBroken.code
                     await self._end_with(context, error)
                     return
-                failure = _reported(context, failure, error)
-                if isinstance(error, AnswerUnfit):
-                    after_all.unfit |= {candidate.backend}
+                failure = setbacks.note(context, candidate.backend, error)
                 if full := self._full(context, candidate, error):
                     refused_after = context.attempts[-1].started_at
                     ticket = self._waited(replace(ticket, refused=ticket.refused | full), refused_after)
+                elif context.policy.retry.allows_more(context.tries, context.crashes):
+                    ticket = self._elsewhere(context, ticket, setbacks, candidate.backend)
                 else:
-                    ticket = self._elsewhere(context, ticket, candidate.backend, after_all, failure)
+                    raise failure from None
             else:
                 context.ending = Ending.COMPLETED
                 self._learn(context, candidate)
                 return
             finally:
                 await self.room.release(ticket, slot, answered=context.is_answered)
+
+    def _after_all(
+        self, context: RequestContext, ticket: Ticket, setbacks: "_Setbacks", shed: ShedError
+    ) -> Ticket:
+        """Return the ticket with which a request that was shed may get a slot after all.
+
+        Backends left out so far may be asked. Or those for which it waited are gone, and by what is decided
+        now, others take it with less output planned, because its caller sets no limit.
+
+        Raises:
+            GatewayError: it may not: `shed`, or what says more to its caller.
+        """
+        if to_ask := setbacks.to_ask(shed):
+            return replace(ticket, failed=ticket.failed - to_ask)
+        anew = self._decided_anew(context, ticket, shed)
+        if anew is not None and anew.demand.total_tokens < ticket.demand.total_tokens:
+            context.decision = anew
+            return replace(ticket, demand=anew.demand)
+        is_own = isinstance(shed, Draining) or (isinstance(shed, AtCapacity) and context.lacks_slot)
+        if setbacks.failure is None or is_own:
+            self._check_fit(anew, ticket)
+            raise shed
+        raise setbacks.failure from None  # no backend is left to try, and it says more than that
 
     def _full(self, context: RequestContext, tried: Candidate, error: GatewayError) -> frozenset[str]:
         """Return the backends that a request asks once fewer run there; none if its last attempt failed.
@@ -384,25 +398,14 @@ class Pipeline:
         return self._ledger.load(place.backend).seqs - place.claim.seqs
 
     def _elsewhere(
-        self,
-        context: RequestContext,
-        ticket: Ticket,
-        failed: str,
-        after_all: "_AfterAll",
-        failure: GatewayError,
+        self, context: RequestContext, ticket: Ticket, setbacks: "_Setbacks", failed: str
     ) -> Ticket:
-        """Return the ticket without one that failed; for the last attempt, without those that refuse.
-
-        Raises:
-            GatewayError: `failure`, because no further attempt is allowed.
-        """
-        if not context.policy.retry.allows_more(context.tries, context.crashes):
-            raise failure from None
+        """Return the ticket without one that failed; for the last attempt, without those that refuse."""
         without = ticket.failed | {failed}
         if not context.policy.retry.allows_more(context.tries + 1, context.crashes):
             last = self._failures.refusals.last(context.policy)
             refusing = frozenset(name for name, refusal in last.items() if refusal.is_unanswered)
-            after_all.refusing = refusing - without
+            setbacks.refusing = refusing - without
             without |= refusing
         held = self.view.held(context.policy, context.incoming.request.prefixes)
         return replace(ticket, failed=without, prefix_shares=held)
@@ -616,19 +619,36 @@ class Pipeline:
             await context.downstream.fail(error, context.error_code)
 
 
-class _AfterAll:
-    """Backends that a request asks only if no other takes it.
+class _Setbacks:
+    """The failed attempts of a request, and the backends that it asks only if no other takes it.
 
     Attributes:
-        refusing: Those that have refused one because of load and answered none since: its last attempt would
-            most likely be lost there.
+        failure: The failure to report if no backend answers; None before the first.
+        refusing: Backends that have refused one because of load and answered none since: its last attempt
+            would most likely be lost there.
         unfit: Those that answered it, but not as requested: they are healthy, and may sample another answer.
     """
 
     def __init__(self) -> None:
+        self.failure: GatewayError | None = None
         self.refusing: frozenset[str] = frozenset()
         self.unfit: frozenset[str] = frozenset()
         self._is_unfit_asked = False
+
+    def note(self, context: RequestContext, backend: str, error: GatewayError) -> GatewayError:
+        """Note that a backend has failed the request. Return the failure to report if no other answers.
+
+        An engine that crashed says more than another that is busy.
+        """
+        before, failure = self.failure, error
+        if isinstance(error, AnswerUnfit):
+            self.unfit |= {backend}
+        if before is not None and context.crashes and isinstance(error, NOTHING_RAN):
+            failure = before
+        elif isinstance(before, UpstreamBusy) and isinstance(error, UpstreamBusy):  # one is there first
+            error.retry_after_s = min(before.retry_after_s or 1, error.retry_after_s or 1)
+        self.failure = failure
+        return failure
 
     def to_ask(self, shed: ShedError) -> frozenset[str]:
         """Return those to ask now that a request is shed, each once; none if it is to be shed."""
@@ -641,22 +661,6 @@ class _AfterAll:
         return self.unfit
 
 
-def _again(
-    context: RequestContext, ticket: Ticket, to_ask: frozenset[str], now: Decision | None
-) -> Ticket | None:
-    """Return the ticket with which a refused request may get a slot after all, or None.
-
-    Backends left out so far may be asked (`to_ask`). Or those for which it waited are gone, and by what is
-    decided `now`, others take it with less output planned, because its caller sets no limit.
-    """
-    if to_ask:
-        return replace(ticket, failed=ticket.failed - to_ask)
-    if now is None or now.demand.total_tokens >= ticket.demand.total_tokens:
-        return None
-    context.decision = now
-    return replace(ticket, demand=now.demand)
-
-
 def _for_others(ticket: Ticket, policy: Policy) -> frozenset[str]:
     """Return the backends of a ticket's class that are for other models under `policy`."""
     before = ticket.policy.backends
@@ -666,12 +670,3 @@ def _for_others(ticket: Ticket, policy: Policy) -> frozenset[str]:
 
 def _ending_of(error: GatewayError) -> Ending:
     return Ending.FAILED if isinstance(error, Draining) else Ending.of(error)  # it was accepted, and is lost
-
-
-def _reported(context: RequestContext, before: GatewayError | None, now: GatewayError) -> GatewayError:
-    """Return which of two failures to report: an engine that crashed says more than another that is busy."""
-    if before is not None and context.crashes and isinstance(now, NOTHING_RAN):
-        return before
-    if isinstance(before, UpstreamBusy) and isinstance(now, UpstreamBusy):  # of several, one is there first
-        now.retry_after_s = min(before.retry_after_s or 1, now.retry_after_s or 1)
-    return now
