@@ -33,8 +33,9 @@ from gateway.core.waiting import (
     patient,
 )
 from gateway.core.waiting.drain import STARTS_OVER_S, Drain
+from gateway.core.waiting.expiries import SPARE as EXPIRIES_SPARE
 from gateway.core.waiting.fairness import FINISH_SPARE, Entry, Shares
-from gateway.core.waiting.line import AGAIN_WAIT_S, EXPIRIES_SPARE, MOVED_WAIT_S
+from gateway.core.waiting.line import AGAIN_WAIT_S, MOVED_WAIT_S
 from gateway.core.waiting.placement import STAYING_MAX
 from gateway.core.waiting.prefills import level
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from heapq import heapify, heappop, heappush
 from itertools import chain
 from math import inf
 from types import MappingProxyType
@@ -15,6 +14,7 @@ from gateway.core.policy import WhenLate
 from gateway.core.selection import BackendView
 from gateway.core.swap_policy import Backlog
 from gateway.core.value import valueclass
+from gateway.core.waiting.expiries import Expiries
 from gateway.core.waiting.fairness import LOOKAHEAD, Entry, Home, Lane, Rank, Shares, merged
 from gateway.core.waiting.forecast import Forecasts
 from gateway.core.waiting.placement import Placement, asks_no_less
@@ -45,10 +45,6 @@ BLOCKED_KNOWN_S = 3.0
 """How long others leave a large request its room after its process was last heard of, which may be gone. A
 choice: processes say every second what waits."""
 
-EXPIRIES_SPARE = 1_024
-"""The expiry heap is rebuilt when it exceeds twice the number of queued requests by more than this. A choice:
-rebuilding a small one saves nothing."""
-
 _NO_BACKENDS: frozenset[str] = frozenset()
 _NOTHING_OFFERED: Mapping[str, Load] = MappingProxyType({})
 _NONE_WAITING: Mapping[str, int] = MappingProxyType({})
@@ -78,7 +74,7 @@ class WaitingLine:
         self._offered: dict[str, _Offered] = {}
         self._forecasts = Forecasts(self._lanes, self._shares)
         self._started_at: dict[str, float] = {}  # per backend, of what has ended there the latest to start
-        self._expiries: list[tuple[float, int, Entry]] = []
+        self._expiries = Expiries(self._waiting)
         self._long_waiting: dict[str, int] = {}
         self._long_elsewhere: Mapping[str, int] = {}
         self._blocked: Mapping[str, tuple[Entry, Load]] = {}  # in the last turn, by backend
@@ -535,7 +531,7 @@ class WaitingLine:
     def _insert(self, lane: Lane, entry: Entry, now: float) -> None:
         lane.add(entry, now)
         self._waiting[entry.ticket.id] = entry
-        self._note_expiry(entry)
+        self._expiries.note(entry)
         if entry.is_long:
             self._count_long(entry, 1)
 
@@ -635,7 +631,7 @@ class WaitingLine:
         self._lane(entry.ticket).send_behind(entry)
         longest_s = entry.ticket.traffic_class.waiting.longest_wait_s
         entry.expires_at = _expiry(entry.ticket, entry.entered_at, longest_s)
-        self._note_expiry(entry)
+        self._expiries.note(entry)
 
     def _forget_blocked(self, now: float) -> None:
         if self._blocked_until <= now:
@@ -648,21 +644,9 @@ class WaitingLine:
             return inf
         return entry.entered_at - entry.ticket.waited_s
 
-    def _note_expiry(self, entry: Entry) -> None:
-        # Entries that never expire stay out of the heap, because they would never reach its top and be
-        # dropped. Stale entries below a long-lived one are dropped by rebuilding the heap.
-        if entry.expires_at < inf:
-            heappush(self._expiries, (entry.expires_at, entry.number, entry))
-        if len(self._expiries) > EXPIRIES_SPARE + 2 * len(self._waiting):
-            self._expiries = [one for one in self._expiries if self._is_current(one[0], one[2])]
-            heapify(self._expiries)
-
     def _expire(self, now: float) -> list[Refused]:
         refused: list[Refused] = []
-        while self._expiries and self._expiries[0][0] <= now:
-            expires_at, _, entry = heappop(self._expiries)
-            if not self._is_current(expires_at, entry):
-                continue
+        for entry in self._expiries.take(now):
             rules = entry.ticket.traffic_class.waiting
             overdue = entry.ticket.deadline is not None and entry.ticket.deadline <= now
             may_stay = rules.when_late is WhenLate.DEMOTE and entry.rank is not Rank.BEHIND
@@ -673,9 +657,6 @@ class WaitingLine:
                 late = self._refuse(entry, reason, now)
                 refused.append(replace(late, expected_wait_s=None) if overdue else late)
         return refused
-
-    def _is_current(self, expires_at: float, entry: Entry) -> bool:
-        return self._waiting.get(entry.ticket.id) is entry and entry.expires_at == expires_at
 
     def _with_offers(self, views: Mapping[str, BackendView]) -> dict[str, BackendView]:
         """Return the views with the load of unanswered offers and the queued long prompts added."""
@@ -703,12 +684,9 @@ class WaitingLine:
         return [groups[priority] for priority in sorted(groups, reverse=True)]
 
     def _next_look(self, at: float = inf) -> float | None:
-        while self._expiries and not self._is_current(self._expiries[0][0], self._expiries[0][2]):
-            heappop(self._expiries)
         if not self._waiting:
             return None
-        first = [self._expiries[0][0]] if self._expiries else []
-        found = min([at, *first, self._blocked_until, *self._gone_until.values()])
+        found = min([at, self._expiries.next_at(), self._blocked_until, *self._gone_until.values()])
         return None if found == inf else found
 
 
