@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from gateway.core import health, selection
 from gateway.core.decision import Candidate
-from gateway.core.facts import Blocked, Flow, StartedTokens, summed
+from gateway.core.facts import Blocked, Flow, StartedTokens
 from gateway.core.load import NO_LOAD, Load
 from gateway.core.policy import WhenLate
 from gateway.core.selection import BackendView
@@ -17,6 +17,7 @@ from gateway.core.value import valueclass
 from gateway.core.waiting.expiries import Expiries
 from gateway.core.waiting.fairness import LOOKAHEAD, Entry, Home, Lane, Rank, Shares, merged
 from gateway.core.waiting.forecast import Forecasts
+from gateway.core.waiting.long_waiting import LongWaiting
 from gateway.core.waiting.placement import Placement, asks_no_less
 from gateway.core.waiting.returns import RETRY_AFTER_MAX_S
 from gateway.core.waiting.tickets import Foresight, Offer, Reason, Refused, Ticket, Turn, Waiter
@@ -47,7 +48,6 @@ choice: processes say every second what waits."""
 
 _NO_BACKENDS: frozenset[str] = frozenset()
 _NOTHING_OFFERED: Mapping[str, Load] = MappingProxyType({})
-_NONE_WAITING: Mapping[str, int] = MappingProxyType({})
 
 
 @valueclass(frozen=True, slots=True)
@@ -75,12 +75,10 @@ class WaitingLine:
         self._forecasts = Forecasts(self._lanes, self._shares)
         self._started_at: dict[str, float] = {}  # per backend, of what has ended there the latest to start
         self._expiries = Expiries(self._waiting)
-        self._long_waiting: dict[str, int] = {}
-        self._long_elsewhere: Mapping[str, int] = {}
+        self._long_waiting = LongWaiting()
         self._blocked: Mapping[str, tuple[Entry, Load]] = {}  # in the last turn, by backend
         self._blocked_elsewhere: Mapping[str, tuple[float, Load]] = {}  # since when, and what
         self._blocked_until = inf  # then the processes where it waits may be gone
-        self._windows: Mapping[str, int] = {}  # of backends that report less than is configured, in tokens
         self._tokens_started = StartedTokens()
         self._gone_until: dict[str, float] = {}  # backends whose offered slot was gone
         self._beyond: dict[int, Entry] = {}  # entered when more of their class waited than a turn looks at
@@ -126,17 +124,12 @@ class WaitingLine:
         return frozenset(found)
 
     def long_waiting(self) -> Mapping[str, int]:
-        """Return the number of queued long prompts, here and elsewhere, per backend of their first pool.
-
-        Jobs do not count where they leave room for others.
-        """
-        if not self._long_waiting and not self._long_elsewhere:
-            return _NONE_WAITING
-        return summed((self._long_waiting, self._long_elsewhere))
+        """Return the number of queued long prompts, here and elsewhere, per backend; see `LongWaiting`."""
+        return self._long_waiting.everywhere()
 
     def long_waiting_here(self) -> Mapping[str, int]:
         """Return the part of `long_waiting` that is queued here."""
-        return dict(self._long_waiting)
+        return dict(self._long_waiting.here)
 
     def wants(self, backends: Collection[str]) -> Mapping[str, Backlog]:
         """Return, per backend, the queued requests with it in their first pool that could run there."""
@@ -368,7 +361,7 @@ class WaitingLine:
 
     def note_long_waiting(self, elsewhere: Mapping[str, int]) -> None:
         """Set the number of long prompts queued in other processes, per backend of their first pool."""
-        self._long_elsewhere = dict(elsewhere)
+        self._long_waiting.elsewhere = dict(elsewhere)
 
     def blocked_here(self, now: float) -> Mapping[str, Blocked]:
         """Return the large requests that come first here, and wait for a backend to have room for them."""
@@ -413,7 +406,7 @@ class WaitingLine:
         if not self._waiting:
             self._blocked = {}
             return Turn((), refused, None)
-        self._note_windows(views)
+        self._long_waiting.note_windows(views, self._waiting.values())
         seen = self._with_offers(views)
         placement = Placement(seen, self._paused(now), now)
         offers: list[Offer] = []
@@ -532,46 +525,13 @@ class WaitingLine:
         lane.add(entry, now)
         self._waiting[entry.ticket.id] = entry
         self._expiries.note(entry)
-        if entry.is_long:
-            self._count_long(entry, 1)
+        self._long_waiting.add(entry)
 
     def _remove(self, entry: Entry) -> None:
         self._lane(entry.ticket).remove(entry)
         del self._waiting[entry.ticket.id]
         self._beyond.pop(entry.number, None)
-        if entry.is_long:
-            self._count_long(entry, -1)
-
-    def _note_windows(self, views: Mapping[str, BackendView]) -> None:
-        """Note which backends report a smaller window than is configured: fewer prompts wait for them."""
-        windows = {
-            name: capacity.context_tokens
-            for name, view in views.items()
-            if (capacity := view.capacity) is not view.backend.capacity
-        }
-        if windows != self._windows:
-            self._windows = windows
-            self._long_waiting.clear()
-            for entry in self._waiting.values():
-                if entry.is_long:
-                    self._count_long(entry, 1)
-
-    def _may_run_on(self, ticket: Ticket, name: str) -> bool:
-        """Like `Ticket.may_run_on`, with the windows that the backends report."""
-        return ticket.may_run_on(name) and ticket.demand.total_tokens <= self._windows.get(name, inf)
-
-    def _count_long(self, entry: Entry, change: int) -> None:
-        ticket = entry.ticket
-        if ticket.demand.is_job and ticket.policy.pools[ticket.traffic_class.pools[0]].jobs.reserve:
-            return  # jobs leave room for others there, so one that waits does not keep these from spilling
-        for name in ticket.first_pool:
-            if not self._may_run_on(ticket, name):  # it waits for the other backends
-                continue
-            count = self._long_waiting.get(name, 0) + change
-            if count:
-                self._long_waiting[name] = count
-            else:
-                del self._long_waiting[name]
+        self._long_waiting.remove(entry)
 
     def _offer(self, offer: Offer, now: float) -> None:
         entry = self._waiting[offer.ticket.id]
