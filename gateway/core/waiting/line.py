@@ -189,7 +189,7 @@ class WaitingLine:
 
         `views`: current snapshots; by default, what the last turn left, if requests were queued then.
         """
-        lane = self._lanes.get((ticket.model, ticket.traffic_class.name))
+        lane = self._lanes.get(ticket.lane)
         if lane is None or lane.home is None:  # none of its class has come, but others may be before it
             lane = Lane()
             lane.home = (ticket.traffic_class.priority, frozenset(ticket.first_pool))
@@ -448,7 +448,7 @@ class WaitingLine:
     # ------------------------------------------------------------ inside
 
     def _lane(self, ticket: Ticket) -> Lane:
-        name = (ticket.model, ticket.traffic_class.name)
+        name = ticket.lane
         lane = self._lanes.get(name)
         if lane is None:
             lane = self._lanes[name] = Lane()
@@ -478,7 +478,7 @@ class WaitingLine:
     def _has_room(self, lane: Lane, entry: Entry) -> bool:
         """Return whether there may be room for a newcomer, by what the last turn found for its class."""
         ticket = entry.ticket
-        without_room = self._full_classes.get((ticket.model, ticket.traffic_class.name), ())
+        without_room = self._full_classes.get(ticket.lane, ())
         # Without a full backend, ordinary ones wait until others are looked at, or read: no forecast of that.
         may_know = entry.is_ordinary or lane.in_turn_counts[False] < LOOKAHEAD
         return may_know and not any(asks_no_less(ticket, one) for one in without_room)

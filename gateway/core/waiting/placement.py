@@ -78,8 +78,7 @@ class Placement:
         stayed = [busy.backend for busy, _ in entry.stays]
         if stayed and self._goes_on_staying(entry):
             return ()
-        name = (ticket.model, ticket.traffic_class.name)
-        stuck = self._stuck.setdefault((*name, is_job), [])
+        stuck = self._stuck.setdefault((*ticket.lane, is_job), [])
         for other in stuck:
             if asks_no_less(ticket, other.ticket, is_full=other.is_full) and self._may_wait(
                 ticket, other.busy
@@ -96,7 +95,7 @@ class Placement:
             failed=ticket.failed | self._in_vain(ticket) if ticket.refused else ticket.failed,
         )
         able = [one for one in ranked if one.excluded is None]
-        closed = self._closed | self._closed_to_jobs if is_job else self._closed
+        closed = self._closed_to(ticket)
         free = tuple(one for one in able if one.backend not in closed)
         if stayed:
             free = self._stayed_first(free, stayed)
@@ -115,7 +114,7 @@ class Placement:
         is_held = bool(able) and not any(one.backend in self._paused for one in able)
         self.has_held = self.has_held or is_held
         if not is_job and (is_full or is_held):
-            self.full_classes.setdefault(name, []).append(ticket)
+            self.full_classes.setdefault(ticket.lane, []).append(ticket)
         stuck.append(_Stuck(ticket, busy, is_full, is_foreseen))
         self._wait_for(entry, [one for one in ranked if self._may_hold(ticket, one)])
         return ()
@@ -140,15 +139,19 @@ class Placement:
         is_large = candidate.excluded is not Exclusion.PREFILL_BUSY and needed * load.seqs > held * LARGE
         return Load(claim.seqs, claim.share, claim.kv_blocks) if is_large else NO_LOAD
 
+    def _closed_to(self, ticket: Ticket) -> AbstractSet[str]:
+        """Return the backends that are not offered to a request in the rest of this turn."""
+        return self._closed | self._closed_to_jobs if ticket.demand.is_job else self._closed
+
     def _stays(self, entry: Entry, free: Sequence[Candidate], ranked: Sequence[Candidate]) -> bool:
         """Return whether an entry waits for the backend that has its conversation, and note until when.
 
         Its time runs from when another could first take it: what it waits before costs it nothing. It is no
         more than half of what it may still wait then, because another one may have to do after that.
         """
-        ticket = entry.ticket
-        shares, name = ticket.prefix_shares, (ticket.model, ticket.traffic_class.name)
-        if not shares or self._staying[name] >= STAYING_MAX or not selection.counts_cached(ticket.demand):
+        ticket, shares = entry.ticket, entry.ticket.prefix_shares
+        has_many = self._staying[ticket.lane] >= STAYING_MAX
+        if has_many or not shares or not selection.counts_cached(ticket.demand):
             return False
         found, seconds = would_stay(free, ranked, shares)
         if not found:
@@ -175,16 +178,15 @@ class Placement:
         Not if its time is up, or one of them has room or has changed: then a ranking says what else.
         """
         ticket = entry.ticket
-        name = (ticket.model, ticket.traffic_class.name)
-        closed = self._closed_to_jobs | self._closed if ticket.demand.is_job else self._closed
+        closed = self._closed_to(ticket)
         if (
             self._now >= entry.stays_until
-            or self._staying[name] >= STAYING_MAX
+            or self._staying[ticket.lane] >= STAYING_MAX
             or any(self._may_take(busy, known, closed) for busy, known in entry.stays)
         ):
             entry.stays = ()
             return False
-        self._staying[name] += 1
+        self._staying[ticket.lane] += 1
         self.next_look_at = min(self.next_look_at, entry.stays_until)
         self._hold(entry, (entry.stays[0][0].backend,))
         return True

@@ -29,7 +29,7 @@ class Ticket:
 
     Attributes:
         id: Unique among queued and running requests.
-        model: Id of its model policy; together with the class's name it selects the lane.
+        model: Id of its model policy.
         policy, traffic_class, demand: Inputs of the decision where it may run.
         key: Name of the caller's API key. None counts as one key.
         arrived_at: Time of arrival in monotonic seconds, kept across retries.
@@ -59,6 +59,11 @@ class Ticket:
     prefix_shares: Mapping[str, float] = field(default_factory=dict)
     is_demoted: bool = False
     refused: frozenset[str] = frozenset()
+
+    @property
+    def lane(self) -> tuple[str, str]:
+        """Where it queues: the id of its model and the name of its class."""
+        return self.model, self.traffic_class.name
 
     @property
     def first_pool(self) -> tuple[str, ...]:
