@@ -9,6 +9,7 @@ decision can be explained and replayed.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import islice
 
 from gateway.core import admission, versions
 from gateway.core.backends import Backend, Capacity, Pool
@@ -152,8 +153,6 @@ def _fit(case: Case) -> Objection | None:
 
 
 def _modality(case: Case) -> Objection | None:
-    if not case.demand.images and not case.demand.audios:
-        return None
     refused = _refused_parts(case.view.backend, case.demand)
     return (Exclusion.MODALITY, refused) if refused else None
 
@@ -386,14 +385,9 @@ def rank(
     `failed` are the backends on which this request has already failed. A backend without a view was removed
     from the configuration after the request arrived, and is skipped.
     """
-    eligible: list[Candidate] = []
     excluded: list[tuple[Case, Objection]] = []
-    for place, (pool, names) in enumerate(_pools(policy, traffic_class)):
-        is_displaced = not eligible and _is_displaced(excluded)
-        fit = _fit_in(
-            pool, names, demand, views, failed, excluded, is_spill=place > 0, is_displaced=is_displaced
-        )
-        eligible += [_eligible(one) for one in sorted(_scored(fit, policy.weights))]
+    by_pool = _fit_by_pool(policy, traffic_class, demand, views, excluded, failed=failed)
+    eligible = [_eligible(one) for fit in by_pool for one in sorted(_scored(fit, policy.weights))]
     return (*eligible, *[_candidate(case, *objection, {}, 0.0) for case, objection in excluded])
 
 
@@ -408,34 +402,12 @@ def ranking(
     excluded: list[tuple[Case, Objection]] = []
     pool = policy.pools[traffic_class.pools[0]]
     fit = _promising_in(policy, pool, demand, views, excluded)
-    if fit:
-        first: Candidate | None = _eligible(min(_scored(fit, policy.weights)))
-    else:
-        first = _best_spill(policy, traffic_class, demand, views, excluded)
+    if not fit:
+        spills = _fit_by_pool(policy, traffic_class, demand, views, excluded, skip=1)
+        fit = next(filter(None, spills), [])
+    first = _eligible(min(_scored(fit, policy.weights))) if fit else None
     passed_over = [(case.view.backend.id, objection[0]) for case, objection in excluded] if excluded else ()
     return Ranking(first, tuple(passed_over), partial(rank, policy, traffic_class, demand, views))
-
-
-def _best_spill(
-    policy: Policy,
-    traffic_class: TrafficClass,
-    demand: Demand,
-    views: Mapping[str, BackendView],
-    excluded: list[tuple[Case, Objection]],
-) -> Candidate | None:
-    """Return the best candidate of the later pools; None if they have none. Appends to `excluded`."""
-    for place, (pool, names) in enumerate(_pools(policy, traffic_class)):
-        if place:
-            displaced = _is_displaced(excluded)
-            fit = _fit_in(pool, names, demand, views, _NONE, excluded, is_spill=True, is_displaced=displaced)
-            if fit:
-                return _eligible(min(_scored(fit, policy.weights)))
-    return None
-
-
-def _is_displaced(excluded: Sequence[tuple[Case, Objection]]) -> bool:
-    """Return whether waiting for none of the backends that are excluded so far would help."""
-    return not any(reason.is_busy for _, (reason, _) in excluded)
 
 
 def _pools(policy: Policy, traffic_class: TrafficClass) -> Iterator[tuple[Pool, Sequence[str]]]:
@@ -447,31 +419,38 @@ def _pools(policy: Policy, traffic_class: TrafficClass) -> Iterator[tuple[Pool, 
         seen.update(pool.backends)
 
 
-def _fit_in(
-    pool: Pool,
-    names: Sequence[str],
+def _fit_by_pool(
+    policy: Policy,
+    traffic_class: TrafficClass,
     demand: Demand,
     views: Mapping[str, BackendView],
-    failed: frozenset[str],
     excluded: list[tuple[Case, Objection]],
     *,
-    is_spill: bool,
-    is_displaced: bool,
-) -> list[Case]:
-    """Return the eligible backends of a pool, in its order; append the others to `excluded`."""
-    fit: list[Case] = []
-    case: Case | None = None
-    for name in names:
-        view = views.get(name)
-        if view is None:
-            continue
-        case = consider(demand, view, pool, is_spill=is_spill, is_displaced=is_displaced, before=case)
-        objection = _objection(case, failed)
-        if objection is None:
-            fit.append(case)
-        else:
-            excluded.append((case, objection))
-    return fit
+    failed: frozenset[str] = _NONE,
+    skip: int = 0,
+) -> Iterator[list[Case]]:
+    """Yield the eligible backends of each pool, in its order; append the others to `excluded`.
+
+    `skip`: of so many pools, `excluded` holds all backends already.
+    """
+    has_fit = False
+    for place, (pool, names) in islice(enumerate(_pools(policy, traffic_class)), skip, None):
+        # An earlier pool takes it neither now nor after a wait.
+        is_displaced = not has_fit and not any(reason.is_busy for _, (reason, _) in excluded)
+        fit: list[Case] = []
+        case: Case | None = None
+        for name in names:
+            view = views.get(name)
+            if view is None:
+                continue
+            case = consider(demand, view, pool, is_spill=place > 0, is_displaced=is_displaced, before=case)
+            objection = _objection(case, failed)
+            if objection is None:
+                fit.append(case)
+            else:
+                excluded.append((case, objection))
+        has_fit = has_fit or bool(fit)
+        yield fit
 
 
 def _promising_in(
@@ -481,7 +460,9 @@ def _promising_in(
     views: Mapping[str, BackendView],
     excluded: list[tuple[Case, Objection]],
 ) -> list[Case]:
-    """Return the result of `_fit_in` for a first pool, without replicas that another replica outranks.
+    """Return the eligible backends of a first pool, without replicas that another replica outranks.
+
+    Appends the others to `excluded`.
 
     Healthy replicas differ only in load and in the share of the conversation that they have seen. Of those
     with the same share, only the least loaded one is kept (the first, on a tie); the others are not scored.
