@@ -23,7 +23,7 @@ from gateway.core.quirks import RemedyRequest
 from gateway.core.request import CountMode, Endpoint, Estimate, Prompt, Request
 from gateway.core.selection import BackendView
 
-Views = Callable[[TrafficClass], Mapping[str, BackendView]]
+ViewsOf = Callable[[TrafficClass], Mapping[str, BackendView]]
 """Returns the current state of the backends in a class's pools."""
 
 NAMES_MAX = 20
@@ -31,7 +31,7 @@ NAMES_MAX = 20
 
 
 def decide(
-    policy: Policy, model: ModelPolicy, request: Request, estimate: Estimate, views: Views
+    policy: Policy, model: ModelPolicy, request: Request, estimate: Estimate, views_of: ViewsOf
 ) -> tuple[TrafficClass, Decision]:
     """Return the class of a request, and the decision about its backends.
 
@@ -43,14 +43,14 @@ def decide(
         raise InvalidRequest(f"No class of model `{model.id}` takes this request.", code="no_class")
     traffic_class, reason = matched
     demand = Demand.of(request, estimate, classification.output_tokens(traffic_class, request))
-    current = views(traffic_class)
-    candidates = selection.ranking(policy, traffic_class, demand, current)
+    views = views_of(traffic_class)
+    candidates = selection.ranking(policy, traffic_class, demand, views)
     if request.max_tokens is None and not candidates.may_start:
         # If only the reserve does not fit, the engine uses what is left: the caller set no limit.
-        tokens = _what_fits(policy, traffic_class, demand, estimate.tokens_max + 1, current)
+        tokens = _what_fits(policy, traffic_class, demand, estimate.tokens_max + 1, views)
         if tokens < demand.total_tokens:
             demand = replace(demand, total_tokens=tokens)
-            candidates = selection.ranking(policy, traffic_class, demand, current)
+            candidates = selection.ranking(policy, traffic_class, demand, views)
     return traffic_class, Decision(
         model=model.id,
         traffic_class=traffic_class.name,

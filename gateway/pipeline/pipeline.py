@@ -478,8 +478,8 @@ class Pipeline:
         """Classify a request and rank its backends. Return the decision, and its ticket for the queue."""
         request, arrival = incoming.request, incoming.arrival
         held = self.view.held(policy, request.prefixes)
-        views = partial(self.view.of_class, policy, held)
-        traffic_class, decision = deciding.decide(policy, model, request, estimate, views)
+        views_of = partial(self.view.of_class, policy, held)
+        traffic_class, decision = deciding.decide(policy, model, request, estimate, views_of)
         demand = decision.demand
         wait_s = patience_s(request.headers)
         if request.is_job:

@@ -3,8 +3,10 @@
 Each gateway process has one queue (`WaitingLine`). While any request is queued, every new one enters the
 queue, even when backends have room, so that no newcomer overtakes requests waiting for the same slot:
 
-    enter(ticket, now)      -> Refused, or None: the request is queued
+    may_start_at_once(ticket, now) -> whether the queue is empty, so that it overtakes nobody
+    start_at_once(ticket, place, now)  then: the request took a slot, without an offer, and runs
     offer_at_once(ticket, candidates, now) -> an offer without a turn, if the queue is empty
+    enter(ticket, now)      -> Refused, or None: the request is queued
     turn(now, views)        -> offers, refused requests, and next_turn_at
     started(id, backend, now)  the request took the offered slot and runs
     missed(id, backends, now)  the slot was gone: the request returns to its position
