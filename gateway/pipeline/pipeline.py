@@ -191,10 +191,10 @@ class Pipeline:
 
         A job interrupted by a shutdown returns to the queue, so nothing is lost.
         """
-        if context.served_by is not None and context.attempts and context.attempts[-1].outcome is Outcome.OK:
+        if context.attempts and context.attempts[-1].outcome is Outcome.OK:
             if context.ending is not Ending.COMPLETED:  # it had everything
                 context.ending = Ending.COMPLETED
-                self._learn(context, context.served_by)
+                self._learn(context)
             return
         context.ending = Ending.LEFT
         if self._is_ending and not context.incoming.request.is_job:
@@ -337,7 +337,7 @@ class Pipeline:
                     raise failure from None
             else:
                 context.ending = Ending.COMPLETED
-                self._learn(context, candidate)
+                self._learn(context)
                 return
             finally:
                 await self.room.release(ticket, slot, answered=context.is_answered)
@@ -598,7 +598,8 @@ class Pipeline:
             resumes_anywhere=prompt_tokens < CACHED_MIN_TOKENS or engine is None or engine.resumes_anywhere,
         )
 
-    def _learn(self, context: RequestContext, candidate: Candidate) -> None:
+    def _learn(self, context: RequestContext) -> None:
+        """Learn from the usage that a backend has reported at the end of its answer."""
         request, estimate = context.incoming.request, context.estimate
         several_prompts = request.endpoint is Endpoint.COMPLETIONS and request.choices > 1
         if context.usage is None or several_prompts:
@@ -611,7 +612,8 @@ class Pipeline:
         plain = is_plain(prompt)
         if plain:
             self._estimator.observe(estimate, actual)
-        self._drift.observe(candidate.backend, prompt, model.template, estimate, actual, is_plain=plain)
+        backend = context.attempts[-1].backend
+        self._drift.observe(backend, prompt, model.template, estimate, actual, is_plain=plain)
 
     async def _end_with(self, context: RequestContext, error: GatewayError) -> None:
         """End a stream that failed after its headers were sent, with the error code of `context`."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush, merge
 from itertools import islice
 from math import inf, nextafter
 from typing import TypeVar
@@ -575,21 +575,9 @@ class Walk:
         return found
 
 
-def merged(shared: Sequence[Shares]) -> Iterator[Entry]:
-    """Yield the entries of one priority: merge the order of each first pool by earliest deadline."""
-    heads: list[tuple[float, int, Entry, Iterator[Entry]]] = []
-    for shares in shared:
-        walk = iter(Walk(shares))
-        first = next(walk, None)
-        if first is not None:
-            heads.append((first.due_at, first.number, first, walk))
-    heapify(heads)
-    while heads:
-        _, _, entry, walk = heappop(heads)
-        yield entry
-        following = next(walk, None)
-        if following is not None:
-            heappush(heads, (following.due_at, following.number, following, walk))
+def merged(shared: Iterable[Shares]) -> Iterable[Entry]:
+    """Return the entries of one priority: the orders of all first pools, merged by earliest deadline."""
+    return merge(*map(Walk, shared), key=lambda entry: (entry.due_at, entry.number))
 
 
 def _discard(members: list[_T], member: _T) -> None:
