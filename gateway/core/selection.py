@@ -396,8 +396,8 @@ def ranking(
 ) -> Ranking:
     """Return the result of `rank`, computing only the best candidate now and the rest on demand.
 
-    Most requests start on the best candidate. `views` must not change afterwards, because the rest is
-    computed from it later.
+    Most requests start on the best candidate. `views` has all backends of the class, and must not change
+    afterwards, because the rest is computed from it later.
     """
     excluded: list[tuple[Case, Objection]] = []
     pool = policy.pools[traffic_class.pools[0]]
@@ -474,9 +474,7 @@ def _promising_in(
     kind: int | None = None
     case: Case | None = None
     for place, name in enumerate(pool.backends, 1):
-        view = views.get(name)
-        if view is None:
-            continue
+        view = views[name]
         cached = view.prefix_share if is_cached else 0.0
         lead = leads.get(cached)
         if (
