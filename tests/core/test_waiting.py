@@ -1633,6 +1633,25 @@ def test_a_large_request_that_waits_is_told_to_others_after_a_second() -> None:
     assert site.line.blocked_here(2.0) == {}
 
 
+@pytest.mark.parametrize(("total_tokens", "is_told"), [(17_600, True), (12_800, False)])
+def test_what_is_large_where_no_blocks_are_left_is_told_by_its_blocks(
+    total_tokens: int, is_told: bool
+) -> None:
+    """It takes no more of the knee than those that run, which have 400 blocks each."""
+    site = Site(knee=4)
+    formula = KvFormula(sliding_layers=0, global_layers=1)
+    capacity = replace(site.backends["light"].capacity, kv=formula, kv_blocks=1_000, kv_budget=1.0)
+    site.backends["light"] = replace(site.backends["light"], capacity=capacity)
+    site.policy = replace(site.policy, backends=site.backends)
+    site.loads["light"] = Load(2, 500_000, kv_blocks=800)
+    demand = Demand(seqs=1, prompt_tokens=100, total_tokens=total_tokens)
+    site.enter("waits", demand=demand, traffic_class=PATIENT)
+    assert site.start() == []
+
+    claim = Load(1, 250_000, kv_blocks=formula.blocks(total_tokens))
+    assert site.line.blocked_here(1.5) == ({"light": Blocked(1.5, claim)} if is_told else {})
+
+
 def test_of_two_large_ones_the_one_that_comes_first_is_told() -> None:
     site = of_two()
     three = Demand(seqs=3, prompt_tokens=100, total_tokens=200)
