@@ -934,6 +934,18 @@ def test_who_has_been_refused_holds_what_has_no_room_for_it_in_any_case(refused:
     assert not site.line.turn(0.2, views).offers
 
 
+def test_who_has_been_refused_holds_nothing_for_what_is_full_there_that_it_does_not_use() -> None:
+    site = Site(knee=10)
+    pools = {**site.policy.pools, "light": Pool("light", ("light",), gates=Gates(long_seqs=1))}
+    site.policy = replace(site.policy, pools=pools)
+    site.loads["light"] = Load(seqs=4, share=400_000, long_seqs=2)  # two answers to one document
+    site.enter("refused", 0.0, traffic_class=PATIENT, refused=frozenset({"light"}))
+    site.enter("fresh", 0.2, traffic_class=PATIENT)
+
+    views = {name: replace(view, takes=4) for name, view in site.views().items()}
+    assert [offer.ticket.id for offer in site.line.turn(0.2, views).offers] == ["fresh"]
+
+
 @pytest.mark.parametrize("refuses_all", [True, False])
 def test_who_has_been_refused_does_not_wait_for_one_that_refuses_all(refuses_all: bool) -> None:
     site = Site(knee=10)
@@ -1193,6 +1205,30 @@ def test_a_conversation_starts_where_it_is_known_once_that_may_take_more(limited
     assert not site.line.turn(0.1, {**views, "light": replace(views["light"], **limited)}).offers
     assert [one.stays_for for one in site.line.waiters(0.1)] == ["light"]
 
+    assert site.start(0.2) == ["turn"]
+    assert site.taken["turn"][0] == "light"
+
+
+@pytest.mark.parametrize(
+    ("gates", "others"),
+    [
+        (Gates(prefill_s=0.6), Load(1, 500_000, prefill_ms=900)),
+        (Gates(long_seqs=1), Load(2, 500_000, long_seqs=2)),  # two answers to one document
+    ],
+    ids=["all-of-it-is-cached", "it-is-short"],
+)
+def test_a_conversation_starts_on_its_backend_whatever_is_full_there_that_it_does_not_use(
+    gates: Gates, others: Load
+) -> None:
+    site = two_that_read(Site(knee=4))
+    pools = {**site.policy.pools, "light": replace(site.policy.pools["light"], gates=gates)}
+    site.policy = replace(site.policy, pools=pools)
+    site.loads["light"] = replace(others, share=1_000_000)
+    site.enter("turn", traffic_class=PATIENT, prompt=10_000, prefix_shares={"light": 1.0})
+    assert site.start(0.1) == []
+    assert [one.stays_for for one in site.line.waiters(0.1)] == ["light"]
+
+    site.loads["light"] = others
     assert site.start(0.2) == ["turn"]
     assert site.taken["turn"][0] == "light"
 

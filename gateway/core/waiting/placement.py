@@ -197,7 +197,7 @@ class Placement:
         return (
             view is None
             or not selection.same_state(view, known)
-            or (busy.backend not in closed and view.load.has_room(busy.claim, busy.limits))
+            or (busy.backend not in closed and admission.full(view.load, busy.claim, busy.limits) is None)
         )
 
     def _may_wait(self, ticket: Ticket, busy: tuple[str, ...]) -> bool:
@@ -224,7 +224,7 @@ class Placement:
         if one.backend not in ticket.refused or not _is_waited_for(one):
             return _is_waited_for(one)
         load, most = self._views[one.backend].load, replace(one.limits, seqs=UNLIMITED)
-        return not load.has_room(one.claim, most)
+        return admission.full(load, one.claim, most) is not None
 
     def _lasts(self, candidate: Candidate, lasting: frozenset[Exclusion]) -> bool:
         """Return whether a backend cannot take the request before one of these exclusions ends, if at all."""
