@@ -47,7 +47,11 @@ _END_BYTES_MAX = 4
 _WORTH_PARSING = re.compile(
     rb'"error"|"detail"|"object"\s*:\s*"error|"finish_reason"\s*:\s*"[^"]|"usage"\s*:\s*\{|\[DONE\]'
 )
+_FIELDS = (b":", b"data:", b"event:", b"id:", b"retry:")
+"""How lines of a stream of events begin; a comment with a colon."""
+
 _UNFINISHED = InvalidAnswer("The answer ended before it was finished.")
+_NO_STREAM = InvalidAnswer("The answer is not a stream of events.")
 TOO_MANY = InvalidAnswer("The backend answered with too many choices or tool calls.")
 
 
@@ -75,6 +79,7 @@ class StreamReader:
         self._unfinished = choices
         self._choices_max = choices + MORE_CHOICES_MAX
         self._finished: set[int] = set()
+        self._is_stream = True  # until something else has come before any content
         self._names = names
         self._hide_usage = hide_usage
         self._tail: list[bytes] = []  # pieces of an incomplete event
@@ -145,6 +150,8 @@ class StreamReader:
 
     def _missing(self) -> BackendError:
         """Return what is wrong with an answer that ends before it is complete."""
+        if not (self._is_stream or self.has_content):
+            return _NO_STREAM
         found = len(self._finished)
         return FewerChoices(found, self._unfinished) if found else _UNFINISHED
 
@@ -213,6 +220,7 @@ class StreamReader:
                 continue
             payload = payload_of(event)
             if payload is None:  # a comment, e.g. the engine's keep-alive
+                self._is_stream = self._is_stream and _is_event(event)
                 yield event
                 continue
             if payload == b"[DONE]":
@@ -310,6 +318,12 @@ def payload_of(event: bytes) -> bytes | None:
         return None
     lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
     return b"\n".join(lines) if lines else None
+
+
+def _is_event(piece: bytes) -> bool:
+    """Return whether what has no data is of a stream of events at all, and not a page or a whole answer."""
+    said = piece.lstrip()
+    return not said or said.startswith(_FIELDS)
 
 
 def _has_content(choice: Mapping[str, Any]) -> bool:

@@ -228,6 +228,13 @@ def test_content_is_what_the_model_said(first: bytes, has_content: bool) -> None
         pytest.param([ROLE, delta("x"), DONE], "ended before it was finished", id="done-in-the-middle"),
         pytest.param([STREAM, b'data: {"choices"'], "an invalid event", id="cut-inside-an-event"),
         pytest.param([], "ended before it was finished", id="nothing-at-all"),
+        pytest.param([b"<html>Sign in</html>\n"], "is not a stream of events", id="a-page"),
+        pytest.param(
+            [b'{"choices": [{"message": {"content": "x"}}]}'], "not a stream of events", id="in-one-piece"
+        ),
+        pytest.param(
+            [b"\n\n: still here\n\n", b"event: ping\n\n"], "ended before it was finished", id="without-data"
+        ),
         pytest.param([ROLE, b"data: <html>\n\n"], "an invalid event", id="garbage-before-content"),
         pytest.param([delta("x"), delta("y", finish="abort"), DONE], "aborted the request", id="abort"),
         pytest.param(
