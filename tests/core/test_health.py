@@ -641,7 +641,10 @@ def test_what_an_operator_is_told_of_a_backend() -> None:
         ((115, sample(6, kv=0.6)), "generates again, after 1 s"),
         ((145, sample(6, kv=0.6)), "no token in 30 s with 1 running and 0 waiting"),
         ((147, sample(6, running=0, kv=0)), "no token in 30 s with 1 running and 0 waiting"),
-        ((205, sample(6, running=0, kv=0)), "has nothing left to run, after 60 s"),
+        (
+            (205, sample(6, running=0, kv=0)),
+            "was hung, has nothing left to run, and is tried again, after 60 s",
+        ),
         ((206, Attempt(Outcome.DRAINING)), "the engine is stopping"),
     ]
     seen = play(*[event for event, _ in told])

@@ -360,7 +360,7 @@ def _after_progress(
             # It has let its requests go, and may hang with the next ones, too.
             if now < status.ejected_until:
                 return status
-            how = "has nothing left to run"
+            how = "was hung, has nothing left to run, and is tried again"
         return _on_probation(status, now, f"{how}, after {still_s:.0f} s")
     if status.state is State.PROBATION and generated and still_s >= rules.probation_s:
         return _enter(status, State.UP, now, f"generates, {still_s:.0f} s without a failure")
