@@ -178,7 +178,7 @@ class Attempt:
             if self._is_relayed:  # a caller may leave as soon as it has everything
                 outcome, detail = Outcome.OK, ""
             else:
-                detail = "the caller left"
+                detail = self._detail or "the caller left"
             raise
         finally:
             context.attempts.append(
@@ -210,6 +210,7 @@ class Attempt:
         if not deadline.has_passed or self._is_relayed:
             return
         if self._is_stalled:
+            self._detail = f"the caller read nothing for {caller.CALLER_STALL_S:g} s"
             raise CallerStalled
         if self._is_cut:
             self._outcome = Outcome.CANCELLED

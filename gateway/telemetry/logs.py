@@ -21,7 +21,7 @@ import msgspec
 from gateway.clock import SystemClock
 from gateway.core import versions
 from gateway.core.count_check import Cause, CountDrift
-from gateway.core.health import BackendStatus, ProbeFault, State
+from gateway.core.health import BackendStatus, Outcome, ProbeFault, State
 from gateway.core.jobs import AttemptEnd, AttemptOutcome, JobStatus
 from gateway.core.usage import AttemptRecord, Ending, RequestRecord
 from gateway.core.value import valueclass
@@ -591,14 +591,26 @@ def request_fields(record: RequestRecord) -> dict[str, Any]:
         fields["pool"] = record.pool
         fields["backend"] = record.backend
     fields["attempts"] = len(record.attempts)
-    if record.ending in _LEVELS and record.attempts and record.attempts[-1].detail:
-        fields["reason"] = record.attempts[-1].detail
+    if reason := _reason(record):
+        fields["reason"] = reason
     if usage:
         fields["prompt_tokens"] = usage.prompt_tokens
         fields["output_tokens"] = usage.completion_tokens
     fields["stream"] = record.stream
     _add_times(fields, record)
     return fields
+
+
+def _reason(record: RequestRecord) -> str:
+    """Return why the last attempt failed, or ended with its caller.
+
+    "" otherwise: what a backend says of a request that it rejects may quote its prompt.
+    """
+    last = record.attempts[-1] if record.attempts else None
+    if last is None:
+        return ""
+    is_left = record.ending is Ending.LEFT and last.outcome is Outcome.CANCELLED
+    return last.detail if is_left or record.ending in _LEVELS else ""
 
 
 def _add_times(fields: dict[str, Any], record: RequestRecord) -> None:

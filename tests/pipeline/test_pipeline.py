@@ -1205,6 +1205,7 @@ async def test_a_caller_that_does_not_read_is_not_the_backends_fault(
 
     assert world.fleet.reports == [("light-0", Outcome.CANCELLED)]
     assert world.notes.requests[0].ending is Ending.LEFT
+    assert world.notes.requests[0].attempts[-1].detail == "the caller read nothing for 0.05 s"
 
 
 @pytest.mark.parametrize(

@@ -704,10 +704,12 @@ def test_levels_mean_something(ending: str, level: str) -> None:
         ("shed", [], None),
         ("completed", ["failed", "ok"], None),
         ("rejected", ["rejected"], None),  # an engine's words about a prompt may quote it
-        ("left", ["cancelled"], None),
+        ("left", ["cancelled"], "cancelled here"),  # it may be that its caller read nothing
+        ("left", ["rejected"], None),
+        ("left", [], None),
     ],
 )
-def test_a_request_that_was_not_served_says_why_its_last_attempt_failed(
+def test_a_request_that_was_not_served_says_why_its_last_attempt_ended(
     ending: str, outcomes: Sequence[str], reason: str | None
 ) -> None:
     attempts = tuple(replace(ATTEMPT, outcome=Outcome(one), detail=f"{one} here") for one in outcomes)
