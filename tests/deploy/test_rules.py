@@ -61,6 +61,8 @@ REFUSED = 'gateway_attempts_total{instance="a",backend="light-0",outcome="busy"}
 TAKEN = 'gateway_attempts_total{instance="a",backend="light-0",outcome="ok"}'
 STATE = 'gateway_backend_state{instance="a",backend="light-0",state="%s"}'
 SERVED = 'gateway_class_served{instance="%s",model="m",traffic_class="%s"}'
+USABLE = 'gateway_backend_usable{instance="%s",backend="light-0"}'
+LOG_DROPPED = 'gateway_log_lines_dropped_total{instance="a"}'
 DRAINED = 'gateway_backend_drained{instance="a",backend="light-0"}'
 CONFIGURED = {DRAINED: "0x500"}
 ALONE = 'gateway_store_mode{instance="a",mode="alone"}'
@@ -110,7 +112,42 @@ CASES = [
         "GatewayRequestsFail",
         requests("completed", 97) | requests("broken", 2) | requests("failed", 1),
         20,
-        "3% of requests fail or break off",
+        "3% of all requests fail or break off",
+    ),
+    Case(
+        "GatewayRequestsFail",
+        requests("completed", 4990)
+        | requests("completed", 4, "images")
+        | requests("broken", 1, "images")
+        | requests("failed", 5, "images"),
+        20,
+        "60% of images requests fail or break off",
+        {"traffic_class": "images"},
+    ),
+    # Of a class with hardly any traffic, two or three failures in five minutes may be chance.
+    Case(
+        "GatewayRequestsFail",
+        requests("completed", 1000)
+        | requests("completed", 0.5, "images")
+        | requests("failed", 0.5, "images"),
+        20,
+    ),
+    # The only backend of a class hangs with whatever it is given, and is out for 5 to 60 s each time.
+    Case(
+        "GatewayClassFlaps",
+        {SERVED % ("a", "docs"): "1x20 0x1 1x3 0x1 1x3 0x2 1x3 0x3 1x3 0x3 1x3 0x3"},
+        14,
+        "m/docs loses its last backend again and again",
+        {"model": "m", "traffic_class": "docs"},
+        "15s",
+    ),
+    Case("GatewayClassFlaps", {SERVED % ("a", "docs"): "1x20 0x8 1x40"}, 10, interval="15s"),
+    Case("GatewayClassFlaps", {SERVED % ("a", "docs"): "0x80"}, 14, interval="15s"),  # GatewayClassNoBackend
+    Case(
+        "GatewayClassFlaps",
+        {SERVED % ("a", "docs"): "0x80", SERVED % ("b", "docs"): "1x80"},
+        14,
+        interval="15s",
     ),
     Case("GatewayShedsLoad", requests("completed", 96) | requests("shed", 4), 20),
     Case(
@@ -151,6 +188,14 @@ CASES = [
         10,
         "a request for m/docs has waited 1m 50s",
         {"model": "m", "traffic_class": "docs"},
+    ),
+    Case("GatewayLogLinesDropped", {LOG_DROPPED: "7x30"}, 20),
+    Case(
+        "GatewayLogLinesDropped",
+        {LOG_DROPPED: "0x10 3x30"},
+        15,
+        "a cannot write its log: lines are missing",
+        {"instance": "a"},
     ),
     Case("GatewayEventLoopLate", looks(1195), 20),
     Case("GatewayOpenFilesShort", {OPEN: "900x9", MOST: "1000x9"}, 5),
@@ -217,6 +262,16 @@ CASES = [
         10,
         "light-0 does not answer or makes no progress",
         LIGHT,
+    ),
+    Case("GatewayBackendKeptOut", {STATE % "up": "1x20", USABLE % "a": "0x2 1x20", **CONFIGURED}, 9),
+    Case("GatewayBackendKeptOut", {STATE % "out": "1x20", USABLE % "a": "0x20", **CONFIGURED}, 9),
+    Case("GatewayBackendKeptOut", {STATE % "up": "1x20", USABLE % "a": "0x20", DRAINED: "1x20"}, 9),
+    Case(
+        "GatewayBackendKeptOut",
+        {STATE % "up": "1x20", USABLE % "a": "0x20", USABLE % "b": "0x20", **CONFIGURED},
+        9,
+        "light-0 answers but is given no requests: another model, version, or asleep",
+        {"backend": "light-0"},
     ),
     Case("GatewayBackendEjected", {STATE % "ejected": "0x20 1x3", DRAINED: "0x23"}, 32),  # it is gone at 24
     Case("GatewayBackendFlaps", {EJECTIONS: "0+1x30", DRAINED: "0x30"}, 40),

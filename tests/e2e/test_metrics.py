@@ -287,6 +287,7 @@ async def test_every_query_is_answered_from_a_running_gateway(tmp_path: Path) ->
     assert silent <= {
         "gateway:requests_shed:ratio5m",
         "gateway:requests_failed:ratio5m",
+        "gateway:class_requests_failed:ratio5m",
         "gateway:first_tokens_late:ratio5m",
     }
 
