@@ -26,7 +26,10 @@ DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "gemma-gateway.json").read
 RULES = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yml").read_text())
 SCRAPED = {"up": frozenset({"job", "instance"})}
 TARGET = frozenset({"job", "instance"})
-VALUES: Mapping[str, type[StrEnum]] = {
+CODES = frozenset(
+    re.findall(r"^\| .*? \| .*? \| `(\w+)` \|", (ROOT / "docs" / "errors.md").read_text(), re.M)
+)
+VALUES: Mapping[str, type[StrEnum] | frozenset[str]] = {
     "gateway_attempts_total.outcome": Outcome,
     "gateway_backend_state.state": State,
     "gateway_backend_state_changes_total.state": State,
@@ -35,6 +38,7 @@ VALUES: Mapping[str, type[StrEnum]] = {
     "gateway_first_tokens_total.timeliness": Timeliness,
     "gateway_job_attempts_total.outcome": AttemptOutcome,
     "gateway_jobs.status": JobStatus,
+    "gateway_requests_total.code": CODES,  # a test holds that page to the code
     "gateway_requests_total.ending": Ending,
     "gateway_store_jobs_ended_total.outcome": JobOutcome,
     "gateway_store_mode.mode": Mode,
@@ -124,6 +128,7 @@ def test_a_query_names_only_what_there_is(query: str) -> None:
         ("sum by (color) (rate(gateway_requests_total[5m]))", "no label color"),
         ('gateway_in_flight{pool="light"}', "gateway_in_flight has no label pool"),
         ('gateway_backend_state{state=~"up|ejcted"}', "no ejcted among"),
+        ('gateway_requests_total{code="invalid_key"}', "no invalid_key among"),
         ("gateway_queue_seconds", "no metric gateway_queue_seconds"),
         ('gateway_event_loop_delay_seconds_bucket{le="0.026"}', "no bucket 0.026"),
         ('gateway_in_flight{backend="light-0"}', "is not known here"),

@@ -34,6 +34,11 @@ def requests(ending: str, per_minute: float, name: str = "short_chat") -> dict[s
     return {series: f"0+{per_minute}x60"}
 
 
+def unknown(code: str, per_minute: float) -> dict[str, str]:
+    series = f'gateway_requests_total{{traffic_class="",backend="",ending="rejected",code="{code}"}}'
+    return {series: f"0+{per_minute}x60"}
+
+
 def first_tokens(timeliness: str, per_minute: float) -> dict[str, str]:
     series = f'gateway_first_tokens_total{{traffic_class="short_chat",timeliness="{timeliness}"}}'
     return {series: f"0+{per_minute}x60"}
@@ -148,6 +153,14 @@ CASES = [
         {SERVED % ("a", "docs"): "0x80", SERVED % ("b", "docs"): "1x80"},
         14,
         interval="15s",
+    ),
+    Case("GatewayCallersRejected", requests("completed", 60) | unknown("invalid_api_key", 40), 20),
+    Case("GatewayCallersRejected", requests("completed", 10) | unknown("invalid_json", 90), 20),
+    Case(
+        "GatewayCallersRejected",
+        requests("completed", 10) | unknown("invalid_api_key", 70) | unknown("model_not_found", 20),
+        20,
+        "90% of requests have an unknown API key, model or class",
     ),
     Case("GatewayShedsLoad", requests("completed", 96) | requests("shed", 4), 20),
     Case(
