@@ -666,8 +666,14 @@ class JobStore(Protocol):
         False: this claim no longer holds the job.
         """
 
-    async def finish(self, job_id: str, claim: str, status: JobStatus, error: JobError | None = None) -> bool:
-        """Make a job final. False: this claim no longer holds it, and nothing changed."""
+    async def finish(
+        self, job_id: str, claim: str, status: JobStatus, error: JobError | None = None, *, chunks: int = 0
+    ) -> bool:
+        """Make a job final. False: this claim no longer holds it, and nothing changed.
+
+        Raises:
+            ValueError: the job has fewer than that many `chunks`, and nothing changed.
+        """
 
     async def give_back(
         self,

@@ -23,6 +23,10 @@ AGAIN_S = 1.0
 back."""
 
 
+SOME_LOST = "The store has lost some of the answer."
+"""What is said of an attempt whose chunks are not all there: after a failover to a lagging replica."""
+
+
 class JobLost(CallerStalled):
     """This attempt no longer holds the job: another worker has it, it was cancelled, or it is final."""
 
@@ -129,7 +133,7 @@ class AnswerWriter(Downstream):
             is_held = await self._store.append(self._id, self._claim, chunk)
         except ValueError:
             self._has_gap = True
-            self.error = StoreUnavailable("The store has lost some of the answer.")
+            self.error = StoreUnavailable(SOME_LOST)
         else:
             self.is_lost = not is_held
 

@@ -52,7 +52,7 @@ from gateway.core.jobs import (
 )
 from gateway.core.value import valueclass
 from gateway.events import about
-from gateway.jobs.answer_writer import AGAIN_S, AnswerWriter, JobLost
+from gateway.jobs.answer_writer import AGAIN_S, SOME_LOST, AnswerWriter, JobLost
 from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Incoming, JobStore
 from gateway.threads import decoded
@@ -374,7 +374,7 @@ class Worker:
         if job.chunks:
             claim.beginning = Beginning.CONTINUED
         if stored is not None and stored.finish_reason is not None:
-            await self._finish(claim, stored.status)  # only the final status was missing
+            await self._end(claim, stored.status, job.chunks)  # only the final status was missing
             return
         body = None
         if stored is not None and self._rules.continues:
@@ -384,14 +384,14 @@ class Worker:
         if body is not None:
             chunks, failure = await self._relay(claim, body, restarts=False)
             if not isinstance(failure, CallerError):
-                await self._conclude(claim, failure)
+                await self._conclude(claim, failure, chunks)
                 return
             # This engine does not continue answers, or the answer has become too long for a prompt.
             job = claim.job = replace(job, chunks=chunks)
         if job.chunks:
             claim.beginning = Beginning.RESTARTED
-        _, failure = await self._relay(claim, job.new.body, restarts=job.chunks > 0)
-        await self._conclude(claim, failure)
+        chunks, failure = await self._relay(claim, job.new.body, restarts=job.chunks > 0)
+        await self._conclude(claim, failure, chunks)
 
     async def _relay(self, claim: _Claim, body: bytes, *, restarts: bool) -> tuple[int, GatewayError | None]:
         """Run a request of a job. Return the job's new number of chunks, and the failure or None.
@@ -434,14 +434,16 @@ class Worker:
             raise JobLost
         return writer.chunks, writer.error or failure
 
-    async def _conclude(self, claim: _Claim, failure: GatewayError | None) -> None:
+    async def _conclude(self, claim: _Claim, failure: GatewayError | None, chunks: int) -> None:
+        """End or return a job whose answer, of that many chunks, has come to its end or failed."""
         job = claim.job
         match failure:
             case None:
                 if (stored := await self._answer_so_far(job)) is not None:
-                    await self._finish(claim, stored.status)
+                    await self._end(claim, stored.status, chunks)
                 else:
-                    await self._conclude(claim, UpstreamFailed("The backend sent an invalid event."))
+                    invalid = UpstreamFailed("The backend sent an invalid event.")
+                    await self._conclude(claim, invalid, chunks)
             case BackendRejected():
                 await self._finish(claim, JobStatus.FAILED, _error_of(failure))
             case CallerError():
@@ -470,10 +472,21 @@ class Worker:
             except INVALID_EVENT:
                 return None
 
-    async def _finish(self, claim: _Claim, status: JobStatus, error: JobError | None = None) -> None:
+    async def _end(self, claim: _Claim, status: JobStatus, chunks: int) -> None:
+        """Make a job final whose answer is whole with that many chunks; return it if the store lost some."""
+        try:
+            await self._finish(claim, status, chunks=chunks)
+        except ValueError:
+            await self._conclude(claim, StoreUnavailable(SOME_LOST), chunks)
+
+    async def _finish(
+        self, claim: _Claim, status: JobStatus, error: JobError | None = None, *, chunks: int = 0
+    ) -> None:
         job = claim.job
         claim.is_reported = True  # else a heartbeat that crosses the reply, or its loss, would end this
-        has_ended = await _until_answered(lambda: self._store.finish(job.id, job.claim, status, error))
+        has_ended = await _until_answered(
+            lambda: self._store.finish(job.id, job.claim, status, error, chunks=chunks)
+        )
         if not has_ended:
             raise JobLost
         self._tell(claim, AttemptOutcome.ENDED, status, error)

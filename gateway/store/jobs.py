@@ -280,10 +280,19 @@ class RedisJobs(JobScripts):
             raise ValueError(f"a chunk is missing before number {chunk.number} of {job_id}")
         return bool(outcome)
 
-    async def finish(self, job_id: str, claim: str, status: JobStatus, error: JobError | None = None) -> bool:
-        """See `ports.JobStore.finish`."""
+    async def finish(
+        self, job_id: str, claim: str, status: JobStatus, error: JobError | None = None, *, chunks: int = 0
+    ) -> bool:
+        """See `ports.JobStore.finish`.
+
+        Raises:
+            ValueError: the last chunks are missing.
+        """
         words = () if error is None else _words(error)
-        return bool(await self._run("finish", job_id, claim, status, *words))
+        outcome = await self._run("finish", job_id, claim, status, chunks, *words)
+        if outcome < 0:
+            raise ValueError(f"{job_id} has fewer than {chunks} chunks")
+        return bool(outcome)
 
     async def give_back(
         self,

@@ -349,6 +349,44 @@ async def test_an_answer_of_which_the_store_has_lost_the_last_words_goes_on_from
     assert "failed inside the gateway" not in caplog.text
 
 
+@pytest.mark.parametrize("lost_as", ["it-ends", "its-end-is-told"])
+async def test_an_answer_whose_last_words_the_store_loses_as_it_ends_goes_on_from_those_that_it_has(
+    world: JobWorld, lost_as: str
+) -> None:
+    """All of it was stored, and the loss comes before the job's end is: what is left must not pass for it."""
+    first, last, is_told = Held(4), Held(AFTER_END), anyio.Event()
+    is_back = anyio.Event()
+
+    class Told(RedisJobs):
+        async def finish(self, *args: Any, **options: Any) -> bool:
+            is_told.set()
+            await is_back.wait()
+            return await super().finish(*args, **options)
+
+    async def hold(asked: Asked, number: int) -> None:
+        await first(asked, number)
+        await last(asked, number)
+
+    store, backend = Told(world.url, prefix=world.prefix, command_s=10.0), Backend(hold)
+    await submit(store, "a")
+    async with working(store, backend):
+        await until_stored(store, "a", "".join(WORDS[:4]))
+        async with world.forgetting():
+            first.go()
+            await until_stored(store, "a", ANSWER, is_whole=True)
+            if lost_as == "its-end-is-told":
+                last.go()
+                await is_told.wait()
+        last.go()
+        is_back.set()
+        job = await ended(store, "a")
+        assert await content(store, "a") == ANSWER
+    await store.aclose()
+
+    assert (job.status, job.failures, job.attempt) == (JobStatus.COMPLETED, 0, 2)
+    assert [asked.so_far for asked in backend.asked] == ["", "".join(WORDS[:4])]
+
+
 async def test_a_worker_that_is_stopped_gives_its_job_back_and_another_goes_on(world: JobWorld) -> None:
     here, there = world.open(), world.open()
     first, second = Backend(Held(3)), Backend()
@@ -445,8 +483,8 @@ async def test_a_job_whose_last_reply_is_lost_is_not_lost_to_the_heartbeat_that_
                 self.finds_it_gone.set()
             return lost
 
-        async def finish(self, *args: Any) -> bool:
-            return await self._once_more(super().finish, *args)
+        async def finish(self, *args: Any, **options: Any) -> bool:
+            return await self._once_more(super().finish, *args, **options)
 
         async def give_back(self, *args: Any, **options: Any) -> bool:
             return await self._once_more(super().give_back, *args, **options)

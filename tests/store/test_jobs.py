@@ -766,6 +766,19 @@ async def test_a_chunk_is_written_once_and_none_is_left_out(world: JobWorld, job
     assert (await get(jobs, "a")).chunks == 1
 
 
+async def test_a_job_does_not_end_without_the_last_chunks_of_its_answer(world: JobWorld, jobs: Jobs) -> None:
+    await world.submit(jobs, "a")
+    await world.claim(jobs)
+    for number in range(2):
+        assert await jobs.append(*jobs.held("a"), Chunk(number, 1, b"x"))
+    with pytest.raises(ValueError, match="a has fewer than 3 chunks"):
+        await jobs.finish(*jobs.held("a"), JobStatus.COMPLETED, chunks=3)
+    assert (await get(jobs, "a")).status is JobStatus.IN_PROGRESS
+    for _ in range(2):
+        assert await jobs.finish(*jobs.held("a"), JobStatus.COMPLETED, chunks=2)
+    assert (await get(jobs, "a")).status is JobStatus.COMPLETED
+
+
 # ------------------------------------------------------------------ kept, and forgotten
 
 
