@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
 from redis.asyncio import Redis
-from support.job_world import LANE, LANES, LEFT, NO_MODELS, QUOTA, Jobs, JobWorld, new_job
-from support.redis_server import RedisServer, limited, own_server
+from support.job_world import LANE, LANES, LEFT, LONG_S, NO_MODELS, QUOTA, Jobs, JobWorld, new_job
+from support.redis_server import RedisServer, failover, legs, limited, own_server
 
 from gateway.clock import SystemClock
 from gateway.core.errors import StoreUnavailable
@@ -777,6 +777,45 @@ async def test_a_job_does_not_end_without_the_last_chunks_of_its_answer(world: J
     for _ in range(2):
         assert await jobs.finish(*jobs.held("a"), JobStatus.COMPLETED, chunks=2)
     assert (await get(jobs, "a")).status is JobStatus.COMPLETED
+
+
+@pytest.mark.parametrize("leg", legs(own=True))
+async def test_a_replica_that_takes_over_has_who_has_which_job(leg: str, tmp_path: Path) -> None:
+    with failover(leg, tmp_path) as servers:
+        async with cast("Any", Redis.from_url(servers.url, decode_responses=True)) as redis:
+            world = JobWorld(servers.url, "test", redis)
+            jobs = world.open()
+            await servers.follow()
+            await world.submit(jobs, "kept", "lost", "back", "rests", "queued")
+            for worker in ("w", "dead", "w", "w"):
+                await world.claim(jobs, worker)
+            assert await jobs.append(*jobs.held("kept"), Chunk(0, 1, b"x"))
+            assert await jobs.give_back(*jobs.held("back"), attempts_max=3)
+            assert await jobs.give_back(*jobs.held("rests"), attempts_max=3, after_s=LONG_S)
+            assert await jobs.beat("w", [jobs.held("kept")], NO_MODELS) == []
+            await servers.follow()
+            await servers.promote()
+            assert (await world.claim(jobs)).id == "back"
+            assert (await world.claim(jobs)).id == "queued"  # the replica does not hear of these
+            await world.submit(jobs, "unheard")
+            servers.fail()
+
+            with pytest.raises(StoreUnavailable):
+                await jobs.append(*jobs.held("queued"), Chunk(0, 1, b"x"))
+            for held in (jobs.held("queued"), jobs.held("back", 2), jobs.held("unheard")):
+                assert not await jobs.append(*held, Chunk(0, 1, b"x"))
+            assert await jobs.beat("w", [jobs.held("kept"), jobs.held("queued")], NO_MODELS) == ["queued"]
+            assert await jobs.append(*jobs.held("kept"), Chunk(1, 1, b"y"))
+            await world.lose_worker_of("lost")
+            await world.rest_is_over("rests")
+            assert await claimed(jobs) == ["back", "lost", "rests", "queued"]
+            for id in ("kept", "back", "lost", "rests", "queued"):
+                job = await get(jobs, id)
+                assert await jobs.finish(id, job.claim, JobStatus.COMPLETED)
+                await jobs.delete(id)
+            assert await jobs.get("unheard") is None
+            assert await world.names() - LEFT == set()
+            await world.aclose()
 
 
 # ------------------------------------------------------------------ kept, and forgotten

@@ -21,12 +21,15 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+import anyio
+import anyio.lowlevel
 import pytest
 from docker.errors import DockerException
 from redis.asyncio import Redis
 from testcontainers.community.redis import RedisContainer
 
 from gateway.store.embedded import READY, server_command, socket_path
+from support.processes import reserved_port
 
 START_S = 20.0
 PASSWORD = "secret"
@@ -148,9 +151,9 @@ class RedisServer:
 
 
 @contextmanager
-def own_server(leg: str, folder: Path, *, keeps: bool = False) -> Iterator[RedisServer]:
+def own_server(leg: str, folder: Path, port: int = 0, *, keeps: bool = False) -> Iterator[RedisServer]:
     """Run the binary of a leg while the block runs."""
-    server = RedisServer(binary(leg), folder, keeps=keeps)
+    server = RedisServer(binary(leg), folder, port, keeps=keeps)
     server.start()
     try:
         yield server
@@ -182,10 +185,31 @@ class Failover:
         url: The address that leads to the first, and to the other once that has taken over.
     """
 
-    def __init__(self, folders: tuple[Path, Path]) -> None:
-        """Know the two by where their sockets are."""
-        self._sockets = [socket_path(folder) for folder in folders]
-        self.url = f"unix://{self._sockets[0]}"
+    def __init__(self, first: RedisServer, other: RedisServer, sockets: tuple[Path, Path]) -> None:
+        """Know the two, and where their sockets are."""
+        self._first, self._other, self._sockets = first, other, sockets
+        self.url = first.url
+
+    async def follow(self) -> None:
+        """Have the other one be a replica of the first, and return when it has all that the first has."""
+        async with Redis.from_url(self._other.url) as other, Redis.from_url(self._first.url) as first:
+            await first.config_set("repl-diskless-sync-delay", 0)
+            await other.replicaof("127.0.0.1", urlsplit(self._first.tcp_url).port)
+            with anyio.fail_after(START_S):
+                while (await other.info("replication"))["master_link_status"] != "up":
+                    await anyio.lowlevel.checkpoint()
+                while not await first.wait(1, 1000):
+                    await anyio.lowlevel.checkpoint()
+
+    async def promote(self) -> None:
+        """End that: what is written to the first from now on is lost with it."""
+        async with Redis.from_url(self._other.url) as other:
+            await other.replicaof("NO", "ONE")
+
+    def fail(self) -> None:
+        """Have the first die, and the other take over."""
+        self._first.kill()
+        self.take_over()
 
     async def demote(self) -> None:
         """Make the first one a replica: it refuses to write."""
@@ -204,8 +228,11 @@ def failover(leg: str, folder: Path) -> Iterator[Failover]:
     folders = folder / "a", folder / "b"
     for one in folders:
         one.mkdir()
-    with own_server(leg, folders[0]), own_server(leg, folders[1]):
-        yield Failover(folders)
+    with reserved_port() as port, contextlib.ExitStack() as stack:
+        first, other = (
+            stack.enter_context(own_server(leg, one, at)) for one, at in zip(folders, (port, 0), strict=True)
+        )
+        yield Failover(first, other, (socket_path(folders[0]), socket_path(folders[1])))
 
 
 @contextmanager
