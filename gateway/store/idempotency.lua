@@ -34,7 +34,6 @@ if what == 'free' then
     return redis.call('DEL', RUNNING)
 end
 if kept(id) then
-    redis.call('DEL', RUNNING)
     return 0
 end
 if what == 'renew' then  -- also restores a lease that the server has lost, if the key was not used in the meantime

@@ -166,3 +166,13 @@ async def test_numbers_go_on_rising_when_the_store_has_lost_everything(valkey: A
     await board.aclose()
     assert new is not None
     assert new.fence > old.fence
+
+
+async def test_a_note_of_one_that_is_gone_is_not_kept_while_others_come(store: Any) -> None:
+    board = board_of("one", store.url, store.prefix)
+    notes = f"{{{store.prefix}:box:spark}}:notes"
+    await store.redis.hset(notes, "gone", "1 note")
+    found = await board.sync("spark", fence=0, state="", note="")
+    await board.aclose()
+    assert found is not None and list(found.others) == []
+    assert await store.redis.hkeys(notes) == ["one"]

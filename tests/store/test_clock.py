@@ -138,6 +138,15 @@ async def test_the_places_of_a_process_that_died_come_free(
     assert account.used == ONE
 
 
+async def test_versions_of_accounts_go_on_rising(store: Any, open_leases: Callable[[str], Leases]) -> None:
+    key, leases = store.key("b", "accounts"), open_leases("a")
+    ahead = (await now_ms(store.redis) + HOUR_MS) * 1000
+    await store.redis.hset(key, "#", ahead)
+    for number in (1, 2):
+        order = Order(number, ONE, ONE, NO_CEILING, waits=False, may_keep=False, deaf=0)
+        assert (await leases.settle("b", order)).version == ahead + number
+
+
 async def test_a_process_that_died_is_counted_no_longer_than_any(
     store: Any, open_leases: Callable[[str], Leases]
 ) -> None:

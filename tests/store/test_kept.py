@@ -16,6 +16,7 @@ from gateway.core.admission import COUNTERS
 from gateway.core.decision import Exclusion
 from gateway.core.load import UNLIMITED, Load
 from gateway.ports import Slot
+from gateway.store.leases import Leases, Order
 from gateway.store.redis import PLACED_MAX, RedisLedger
 from gateway.store.wire import packed
 
@@ -601,3 +602,42 @@ async def test_of_a_backend_that_takes_turns_nothing_is_kept(store: Store, quiet
         assert not here.release_at_once(slots[0])
         await here.release(slots[0])
         assert await store.sums() == here.held("b")
+
+
+@pytest.mark.parametrize(
+    ("others", "used", "claim", "kept"),
+    [
+        pytest.param(0, 8, 1, 12, id="as-much-again-and-a-quarter-of-the-use"),
+        pytest.param(0, 60, 1, 68, id="half-of-what-is-left-of-three-quarters"),
+        pytest.param(0, 0, 25, 50, id="as-much-as-half-of-it"),
+        pytest.param(0, 0, 26, 26, id="more-than-half-of-it"),
+        pytest.param(10, 0, 13, 26, id="as-much-as-half-of-an-even-share"),
+        pytest.param(10, 0, 14, 14, id="more-than-half-of-an-even-share"),
+    ],
+)
+async def test_how_much_surplus_is_granted(
+    store: Store, others: int, used: int, claim: int, kept: int
+) -> None:
+    """The example's limit is 100. Docs: store.md, Accounts."""
+    leases = {
+        owner: Leases(store.url, prefix=store.prefix, owner=owner, ttl_s=60.0, command_s=10.0)
+        for owner in ("here", "there")
+    }
+    nothing, none, limits = Load(), Load(-1, -1, -1, -1, -1, -1), Load(100, *[UNLIMITED] * 5)
+    if others:
+        there = Order(1, Load(others), Load(others), none, waits=False, may_keep=False, deaf=0)
+        await leases["there"].settle("b", there)
+    here = Order(
+        1,
+        Load(used),
+        nothing,
+        replace(none, seqs=100),
+        waits=False,
+        may_keep=True,
+        deaf=0,
+        claims=[(Load(claim), limits)],
+    )
+    reply = await leases["here"].settle("b", here)
+    for one in leases.values():
+        await one.aclose()
+    assert (list(reply.outcomes), reply.kept, reply.may_keep) == ([0], Load(kept), kept > used + claim)
