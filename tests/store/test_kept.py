@@ -604,6 +604,28 @@ async def test_of_a_backend_that_takes_turns_nothing_is_kept(store: Store, quiet
         assert await store.sums() == here.held("b")
 
 
+@pytest.fixture
+async def open_leases(store: Store) -> AsyncIterator[Callable[[str], Leases]]:
+    """Return a function that makes a process's leases."""
+    made: list[Leases] = []
+
+    def open_(owner: str) -> Leases:
+        made.append(Leases(store.url, prefix=store.prefix, owner=owner, ttl_s=60.0, command_s=10.0))
+        return made[-1]
+
+    yield open_
+    for leases in made:
+        await leases.aclose()
+
+
+def order(number: int, used: int = 0, claim: int = 0, **changes: Any) -> Order:
+    """Return an order of a process that may keep surplus, up to a limit of 100 sequences."""
+    none, limits = Load(-1, -1, -1, -1, -1, -1), Load(100, *[UNLIMITED] * 5)
+    rest = {"ceiling": replace(none, seqs=100), "waits": False, "may_keep": True, "deaf": 0, **changes}
+    claims = [(Load(claim), limits)] if claim else ()
+    return Order(**{"number": number, "used": Load(used), "kept": Load(used), "claims": claims, **rest})
+
+
 @pytest.mark.parametrize(
     ("others", "used", "claim", "kept"),
     [
@@ -616,28 +638,32 @@ async def test_of_a_backend_that_takes_turns_nothing_is_kept(store: Store, quiet
     ],
 )
 async def test_how_much_surplus_is_granted(
-    store: Store, others: int, used: int, claim: int, kept: int
+    open_leases: Callable[[str], Leases], others: int, used: int, claim: int, kept: int
 ) -> None:
-    """The example's limit is 100. Docs: store.md, Accounts."""
-    leases = {
-        owner: Leases(store.url, prefix=store.prefix, owner=owner, ttl_s=60.0, command_s=10.0)
-        for owner in ("here", "there")
-    }
-    nothing, none, limits = Load(), Load(-1, -1, -1, -1, -1, -1), Load(100, *[UNLIMITED] * 5)
     if others:
-        there = Order(1, Load(others), Load(others), none, waits=False, may_keep=False, deaf=0)
-        await leases["there"].settle("b", there)
-    here = Order(
-        1,
-        Load(used),
-        nothing,
-        replace(none, seqs=100),
-        waits=False,
-        may_keep=True,
-        deaf=0,
-        claims=[(Load(claim), limits)],
-    )
-    reply = await leases["here"].settle("b", here)
-    for one in leases.values():
-        await one.aclose()
+        await open_leases("there").settle("b", order(1, others, may_keep=False))
+    reply = await open_leases("here").settle("b", order(1, used, claim))
     assert (list(reply.outcomes), reply.kept, reply.may_keep) == ([0], Load(kept), kept > used + claim)
+
+
+@pytest.mark.parametrize("waiting", ["who-has-it", "another"])
+async def test_surplus_is_taken_back_from_who_does_not_give_it_while_anybody_waits(
+    open_leases: Callable[[str], Leases], waiting: str
+) -> None:
+    here, there = open_leases("here"), open_leases("there")
+    assert (await here.settle("b", order(1, claim=10))).kept == Load(20)
+    if waiting == "another":
+        await there.settle("b", order(1, waits=True))
+    reply = await here.settle("b", order(2, 10, waits=waiting == "who-has-it", kept=Load(20)))
+    assert (reply.kept, reply.may_keep) == (Load(10), False)
+    assert (await there.settle("b", order(2))).others_kept == Load(10)
+
+
+async def test_a_store_that_has_lost_everything_goes_on_with_later_versions(
+    store: Store, open_leases: Callable[[str], Leases]
+) -> None:
+    for _ in range(2):
+        seconds, microseconds = await store.redis.time()
+        reply = await open_leases("here").settle("b", order(1))
+        assert reply.version >= seconds * 1_000_000 + microseconds
+        await store.lose()

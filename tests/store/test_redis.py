@@ -713,3 +713,19 @@ async def test_a_server_that_is_full_of_jobs_shares_limits_all_the_same(stoppabl
         assert isinstance(await two.acquire("b", CLAIM, LIMITS), Slot)
     for ledger in (one, two):
         await ledger.aclose()
+
+
+async def test_a_server_that_is_full_hears_of_processes_and_their_facts_all_the_same(
+    stoppable: RedisServer,
+) -> None:
+    async with Redis.from_url(stoppable.url) as redis:
+        await redis.config_set("maxmemory", 1)
+    one, two = (
+        Leases(stoppable.url, prefix="gw", owner=owner, ttl_s=60.0, command_s=10.0)
+        for owner in ("one", "two")
+    )
+    await one.heartbeat("facts", is_urgent=False)
+    beat = await two.heartbeat("", is_urgent=True)
+    for leases in (one, two):
+        await leases.aclose()
+    assert (beat.replicas, [told.owner for told in beat.told]) == (2, ["one"])
