@@ -646,6 +646,16 @@ async def test_how_much_surplus_is_granted(
     assert (list(reply.outcomes), reply.kept, reply.may_keep) == ([0], Load(kept), kept > used + claim)
 
 
+async def test_surplus_stays_as_long_as_it_is_wanted_and_grows_only_with_what_is_asked_for(
+    open_leases: Callable[[str], Leases],
+) -> None:
+    here = open_leases("here")
+    assert (await here.settle("b", order(1, claim=10))).kept == Load(20)
+    for number, (wanted, kept) in enumerate([(20, 20), (30, 20), (15, 15), (20, 15), (0, 10)], start=2):
+        reply = await here.settle("b", order(number, 10, kept=Load(wanted)))
+        assert (reply.kept, reply.may_keep) == (Load(kept), True)
+
+
 @pytest.mark.parametrize("waiting", ["who-has-it", "another"])
 async def test_surplus_is_taken_back_from_who_does_not_give_it_while_anybody_waits(
     open_leases: Callable[[str], Leases], waiting: str
