@@ -421,6 +421,7 @@ async def test_a_server_that_is_full_takes_no_line_and_those_it_has_are_written_
     assert cancelled is not None and cancelled.status is S.CANCELLING
     await batches.write(claim, 2, 200, 1, b"never\n")
     assert await batches.move(claim, S.CANCELLING, S.CANCELLED)
+    assert not await batches.revoke("never heard of")
     await world.aclose()
     await redis.aclose()
 

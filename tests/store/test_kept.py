@@ -669,6 +669,29 @@ async def test_surplus_is_taken_back_from_who_does_not_give_it_while_anybody_wai
     assert (await there.settle("b", order(2))).others_kept == Load(10)
 
 
+async def test_what_is_published_of_surplus(store: Store, open_leases: Callable[[str], Leases]) -> None:
+    """Only what somebody can give back is asked for, and only what was used is said to be free."""
+    here, there, dead = open_leases("here"), open_leases("there"), open_leases("dead")
+    async with store.redis.pubsub(ignore_subscribe_messages=True) as said:
+        await said.subscribe(f"{store.prefix}:freed")
+        while not await store.redis.publish(f"{store.prefix}:freed", "begun"):
+            pass
+        await here.settle("b", order(1, waits=True))  # nobody has any
+        await here.settle("b", order(2))
+        assert (await dead.settle("b", order(1, claim=10))).kept == Load(20)
+        await here.settle("b", order(3, waits=True, deaf=1))  # who has some does not hear
+        await here.settle("b", order(4))
+        await here.settle("b", order(5, waits=True))
+        await store.expire("dead")
+        version = (await there.settle("b", order(1))).version
+        await store.redis.publish(f"{store.prefix}:freed", "over")
+        told = []
+        with anyio.fail_after(WITHIN_S):
+            while (message := await said.get_message(timeout=WITHIN_S)) is None or message["data"] != "over":
+                told += [message["data"]] if message else []
+    assert told == ["begun", "here b", f"dead {version} 10 0 0 0 0 0 b"]
+
+
 async def test_a_store_that_has_lost_everything_goes_on_with_later_versions(
     store: Store, open_leases: Callable[[str], Leases]
 ) -> None:
