@@ -538,6 +538,21 @@ async def test_a_job_that_others_refused_is_taken_over_and_forgotten_at_its_end(
     assert "refused" not in await world.names()
 
 
+async def test_an_entry_that_is_lost_takes_no_job_from_who_has_it_by_another(
+    world: JobWorld, jobs: Jobs
+) -> None:
+    await world.submit(jobs, "a")
+    await world.claim(jobs)
+    (stream,) = await world.streams()
+    stray = await world.redis.xadd(stream, {"job": "a"})
+    await world.redis.xreadgroup("workers", "nobody", {stream: ">"})
+    await world.redis.xclaim(stream, "workers", "nobody", 0, [stray], idle=10**9, justid=True)
+    await world.is_due()
+    assert await jobs.beat("w", [jobs.held("a")], NO_MODELS) == []
+    assert (await get(jobs, "a")).failures == 0
+    assert await world.redis.xlen(stream) == 1
+
+
 async def test_a_late_return_by_who_has_lost_it_does_nothing(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a")
     await world.claim(jobs, "dead")
