@@ -198,6 +198,12 @@ async def test_what_has_expired_is_not_there_though_much_has_at_once(
     assert await store.get("a", "r449") is None
     await store.put("a", "new", b"x" * BYTES_MAX, HOUR)
     assert await store.get("a", "new")
+
+    for number in range(450):
+        await store.put("b", f"r{number}", b"x", HOUR)
+    await server.redis.zadd(expiries.replace(":a}", ":b}"), {f"r{number}": 1 for number in range(450)})
+    await store.put("b", "new", b"x", HOUR)
+    assert await server.redis.get(f"{{{server.prefix}:responses:b}}:bytes") == "1"  # no more than there is
     assert await server.redis.zcard(expiries) == 1
     await store.aclose()
 
