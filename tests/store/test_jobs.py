@@ -208,7 +208,9 @@ async def test_a_quota_of_bytes_counts_answers_until_they_are_forgotten(world: J
     assert await jobs.submit(new_job("b"), quota) is Refusal.TOO_MANY_BYTES
 
     await world.keep_is_over("a")
-    assert isinstance(await jobs.submit(new_job("b"), quota), Job)
+    exact = Quota(bytes_max=SIZE)
+    assert isinstance(await jobs.submit(new_job("b"), exact), Job)
+    assert await jobs.submit(new_job("c"), exact) is Refusal.TOO_MANY_BYTES
     assert await world.quota() == (1, SIZE)
 
 
