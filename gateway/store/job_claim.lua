@@ -69,11 +69,8 @@ end
 insist(TAG)
 sweep()
 local last_token, last_id = string.match(redis.call('GET', key('claimed', worker)) or '', '^(%S+) (%S+)$')
-if last_token == token then
-    local job = load(last_id)
-    if job and job.status == 'in_progress' and job.worker == worker then
-        return show(last_id)
-    end
+if last_token == token and holds(load(last_id), token) then
+    return show(last_id)
 end
 if redis.call('EXISTS', key('drained')) == 1 then
     return false

@@ -563,6 +563,8 @@ async def test_a_late_return_by_who_has_lost_it_does_nothing(world: JobWorld, jo
     assert (await get(jobs, "a")).status is JobStatus.QUEUED
     assert not await jobs.give_back(*jobs.held("a"), attempts_max=3, after_s=100.0, failed=True)
     assert (await world.claim(jobs)).failures == 1
+    assert await jobs.give_back(*jobs.held("a", 2), attempts_max=3)
+    assert not await jobs.give_back(*jobs.held("a"), attempts_max=3)
 
 
 async def test_a_beat_keeps_a_job(world: JobWorld, jobs: Jobs) -> None:
@@ -1457,6 +1459,16 @@ async def test_a_claim_whose_reply_was_lost_is_none_of_a_job_that_was_cancelled(
     await world.submit(jobs, "a")
     jobs._tokens["w"] = (await world.claim(jobs)).claim
     await jobs.cancel("a")
+    assert await jobs.claim("w", [LANE], 3) is None
+
+
+async def test_a_claim_whose_reply_was_lost_is_none_of_a_job_that_another_has_by_now(
+    world: JobWorld, jobs: Jobs
+) -> None:
+    await world.submit(jobs, "a")
+    jobs._tokens["w"] = (await world.claim(jobs)).claim
+    await world.lose_worker_of("a")
+    assert (await world.claim(jobs, "another")).attempt == 2
     assert await jobs.claim("w", [LANE], 3) is None
 
 
