@@ -368,7 +368,7 @@ class WhatIf:
             deadline=None if wait_s is None else now + wait_s,
             prefix_shares={name: view.prefix_share for name, view in views.items() if view.prefix_share},
         )
-        foreseen = line.foresee(ticket, now, views)
+        foreseen = line.foresee(ticket, now, views, decision.candidates)
         starts = decision.candidates.first is not None
         expected_s = None if foreseen.wait_s is None else round(foreseen.wait_s, 2)
         outlook = Outlook(foreseen.ahead, 0.0 if starts and not foreseen.ahead else expected_s, most_s)

@@ -153,7 +153,8 @@ class WaitingRoom:
                 return first, slot
             offer = self.line.offer_at_once(ticket, ranking.eligible, self._clock.now())
         if offer is None:
-            refused = self.line.enter(ticket, self._clock.now(), has_waited=has_waited)
+            now = self._clock.now()
+            refused = self.line.enter(ticket, now, has_waited=has_waited, ranking=ranking)
             if refused is not None:
                 raise shed_error(refused)
         waiter, was_demoted = _Waiter(self._cohort), False

@@ -1809,6 +1809,96 @@ def test_who_comes_back_from_a_refusal_finds_its_place_though_others_have_filled
     assert late is not None and late.reason is Reason.QUEUE_FULL
 
 
+def beside_a_full_one(rules: Mapping[str, object]) -> tuple[Site, TrafficClass]:
+    """Return two that wait for the larger backend, as many as may, while the smaller one is idle."""
+    site = Site(knee=10)
+    light = site.backends["light"]
+    site.backends["light"] = replace(light, capacity=replace(light.capacity, context_tokens=2_048))
+    site.loads["push"] = Load(seqs=10, share=1_000_000)
+    either = TrafficClass("all", ("light", "push"), waiting=Waiting(max_wait_s=60.0, **rules))  # type: ignore[arg-type]
+    for name in ("large", "larger"):
+        assert site.enter(name, traffic_class=either, prompt=10_000, size_bytes=5) is None
+    assert site.start() == []
+    return site, either
+
+
+FULL = pytest.mark.parametrize(
+    "rules", [{"waiting_max": 2}, {"waiting_bytes_max": 10}], ids=["number", "bytes"]
+)
+
+
+def came(site: Site, name: str, traffic_class: TrafficClass, prompt: int = 100) -> Reason | None:
+    """Enter with a fresh ranking, as whoever is new does."""
+    ticket = site.ticket(name, traffic_class=traffic_class, prompt=prompt, size_bytes=5)
+    ranking = selection.ranking(ticket.policy, traffic_class, ticket.demand, site.views())
+    foreseen = site.line.foresee(ticket, 0.0, site.views(), ranking).refused
+    refused = site.line.enter(ticket, 0.0, ranking=ranking)
+    assert (foreseen and foreseen.reason) == (refused and refused.reason)
+    return None if refused is None else refused.reason
+
+
+@FULL
+def test_a_full_line_keeps_nobody_from_a_backend_for_which_none_of_it_waits(
+    rules: dict[str, object],
+) -> None:
+    site, either = beside_a_full_one(rules)
+
+    assert came(site, "small", either) is None
+    assert came(site, "as large", either, prompt=10_000) is Reason.QUEUE_FULL
+    assert site.start() == ["small"]
+
+
+@FULL
+def test_who_comes_to_a_full_line_and_finds_no_slot_is_refused_by_the_next_turn(
+    rules: dict[str, object],
+) -> None:
+    site, either = beside_a_full_one(rules)
+    site.loads["light"] = Load(seqs=9, share=900_000)
+    assert [came(site, name, either) for name in ("first", "second", "third")] == [None] * 3
+
+    turn = site.turn()
+    assert [offer.ticket.id for offer in turn.offers] == ["first"]
+    assert [(one.id, one.reason) for one in turn.refused] == [
+        ("third", Reason.QUEUE_FULL),
+        ("second", Reason.QUEUE_FULL),
+    ]
+    assert len(site.line) == 2
+
+
+@FULL
+def test_who_came_to_a_full_line_stays_if_there_is_a_place_meanwhile(rules: dict[str, object]) -> None:
+    site, either = beside_a_full_one(rules)
+    site.loads["light"] = Load(seqs=9, share=900_000)
+    assert [came(site, name, either) for name in ("first", "second", "third")] == [None] * 3
+    site.line.leave("large")
+
+    turn = site.turn()
+    assert [offer.ticket.id for offer in turn.offers] == ["first"]
+    assert [one.id for one in turn.refused] == ["third"]
+    site.loads["light"] = Load(seqs=10, share=1_000_000)
+    site.line.started("first", "light", 0.0)
+    assert not site.turn().refused
+    assert {waiter.id for waiter in site.line.waiters(0.0)} == {"larger", "second"}
+
+
+def test_a_backend_that_is_held_for_another_lets_nobody_into_a_full_line() -> None:
+    site = Site(knee=10)
+    site.loads["light"] = Load(seqs=1, share=500_000)
+    few = bounded(waiting_max=1, max_wait_s=60.0)
+    assert site.enter("wide", traffic_class=few, demand=Demand(6, 600, 1_200)) is None
+    assert site.start() == []
+
+    assert came(site, "narrow", few) is Reason.QUEUE_FULL
+
+
+def test_no_more_come_into_a_full_line_than_a_turn_looks_at() -> None:
+    site, either = beside_a_full_one({"waiting_max": 2})
+
+    verdicts = [came(site, str(number), either) for number in range(LOOKAHEAD + 1)]
+
+    assert verdicts == [None] * LOOKAHEAD + [Reason.QUEUE_FULL]
+
+
 @pytest.mark.parametrize("rules", [{"waiting_max": 2}, {"waiting_bytes_max": 10}], ids=["number", "bytes"])
 def test_one_key_cannot_keep_the_others_out(rules: dict[str, object]) -> None:
     site = Site()

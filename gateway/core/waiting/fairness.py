@@ -65,6 +65,9 @@ class Entry:
     passed: int = 0
     is_unproven: bool = False  # may be able to start at once; its first turn shows whether it has to wait
     is_full: bool = False  # it waits for a request to end, whatever gates do
+    is_surplus: bool = (
+        False  # it came to a full queue: after its first turn, it stays only if there is a place
+    )
     # The busy backends for which it waits although another has room, best first, and what was known of them.
     stays: Sequence[tuple[Candidate, BackendView]] = ()
     stays_since: float | None = None  # when another first had room for it
@@ -166,15 +169,17 @@ class Lane:
                 del self._numbers[entry.ticket.key]
         self._take_out(entry)
 
-    def is_full_for(self, ticket: Ticket) -> bool:
+    def is_full_for(self, ticket: Ticket, *, is_queued: bool = False) -> bool:
         """Return whether as many requests are queued as may be. Jobs have limits of their own.
 
         The first request of a key is admitted up to twice the limits, or one key could fill the queue, and
         the others, whose turn may be next, would never be in it.
+
+        `is_queued`: whether the request itself is queued, and is none of these.
         """
-        rules, queued = ticket.traffic_class.waiting, len(self.entries) - self.jobs
-        times = 1 if ticket.key in self._numbers else 2
-        size_bytes = self.size_bytes + ticket.size_bytes
+        rules, queued = ticket.traffic_class.waiting, len(self.entries) - self.jobs - is_queued
+        times = 1 if self._numbers[ticket.key] > is_queued else 2
+        size_bytes = self.size_bytes + (0 if is_queued else ticket.size_bytes)
         return queued >= times * rules.waiting_max or (
             queued > 0 and size_bytes > times * rules.waiting_bytes_max
         )

@@ -1,13 +1,14 @@
 """The queue itself: queued, offered and running requests. The package docstring states its rules."""
 
 from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from itertools import chain
 from math import inf
 from types import MappingProxyType
 
 from gateway.core import health, selection
-from gateway.core.decision import Candidate
+from gateway.core.decision import Candidate, Ranking
 from gateway.core.facts import Blocked, Flow, StartedTokens
 from gateway.core.load import NO_LOAD, Load
 from gateway.core.policy import WhenLate
@@ -83,6 +84,7 @@ class WaitingLine:
         self._gone_until: dict[str, float] = {}  # backends whose offered slot was gone
         self._beyond: dict[int, Entry] = {}  # entered when more of their class waited than a turn looks at
         self._full_classes: Mapping[tuple[str, str], Sequence[Ticket]] = {}  # without room in the last turn
+        self._closed: AbstractSet[str] = _NO_BACKENDS  # held for others at the end of the last turn
         self._numbers = 0
 
     # ------------------------------------------------------------ questions
@@ -183,11 +185,19 @@ class WaitingLine:
         return None if entry is None else self._forecasts.ahead_of(self._lane(entry.ticket), entry) + 1
 
     def foresee(
-        self, ticket: Ticket, now: float, views: Mapping[str, BackendView] | None = None
+        self,
+        ticket: Ticket,
+        now: float,
+        views: Mapping[str, BackendView] | None = None,
+        ranking: Ranking | None = None,
     ) -> Foresight:
         """Return how long a request would wait from now on, queued or not, and its refusal if too long.
 
-        `views`: current snapshots; by default, what the last turn left, if requests were queued then.
+        Args:
+            ticket: The request.
+            now: Monotonic seconds.
+            views: Current snapshots; by default, what the last turn left, if requests were queued then.
+            ranking: See `enter`.
         """
         lane = self._lanes.get(ticket.lane)
         if lane is None or lane.home is None:  # none of its class has come, but others may be before it
@@ -202,7 +212,7 @@ class WaitingLine:
                 Placement(views, _NO_BACKENDS, now).place(entry)
                 entry.is_full = entry.is_full or not self._has_room(lane, entry)
         ahead, wait_s = self._forecasts.wait_of(lane, entry, now, views)
-        is_full = lane.is_full_for(ticket)
+        is_full = lane.is_full_for(ticket) and not self._may_start(lane, entry, ranking)
         reason = Reason.QUEUE_FULL if is_full else _foreseen(entry, wait_s, now)
         if reason is None or _is_demoted(entry, reason):
             return Foresight(wait_s, ahead, None)
@@ -216,10 +226,17 @@ class WaitingLine:
         """Set the swapped-out backends and the earliest time each can be back, in monotonic seconds."""
         self._forecasts.back_at = back_at
 
-    def enter(self, ticket: Ticket, now: float, *, has_waited: bool = False) -> Refused | None:
+    def enter(
+        self, ticket: Ticket, now: float, *, has_waited: bool = False, ranking: Ranking | None = None
+    ) -> Refused | None:
         """Add a request to the queue, or return why it is refused.
 
-        `has_waited`: the request was queued before and left only for a new decision, so it is not refused.
+        Args:
+            ticket: The request.
+            now: Monotonic seconds.
+            has_waited: It was queued before and left only for a new decision, so it is not refused.
+            ranking: A fresh ranking of its backends, if there is one: who could start comes into a full queue
+                for one turn.
         """
         lane, rules = self._settled(ticket), ticket.traffic_class.waiting
         entry = self._entry(ticket, now)
@@ -233,8 +250,10 @@ class WaitingLine:
         has_room = self._has_room(lane, entry)
         entry.is_full = not has_room
         ahead, wait_s = self._forecast(entry, now)
-        if not ticket.refused and lane.is_full_for(ticket):  # it was there before those that fill it
-            return self._turn_away(entry, Reason.QUEUE_FULL, ahead, wait_s, now)
+        if not ticket.refused and lane.is_full_for(ticket):  # else it was there before those that fill it
+            if not self._may_start(lane, entry, ranking):
+                return self._turn_away(entry, Reason.QUEUE_FULL, ahead, wait_s, now)
+            entry.is_surplus = True
         # The forecast does not apply to a request that may be able to start at once, unless all backends that
         # could serve it are swapped out. The next turn will tell.
         entry.is_unproven = has_room or lane.is_first(entry)
@@ -403,6 +422,7 @@ class WaitingLine:
         self._forget_blocked(now)
         self._full_classes = {}
         self._forecasts.views = {}
+        self._closed = _NO_BACKENDS
         if not self._waiting:
             self._blocked = {}
             return Turn((), refused, None)
@@ -411,6 +431,7 @@ class WaitingLine:
         placement = Placement(seen, self._paused(now), now)
         offers: list[Offer] = []
         hopeless: list[Entry] = []
+        surplus: list[Entry] = []
         looked, has_long = 0, False
         for shared in self._by_priority():
             for shares in shared:
@@ -424,6 +445,8 @@ class WaitingLine:
                 elif candidates:
                     offers.append(Offer(entry.ticket, candidates))
                     has_long = has_long or entry.is_long
+                elif entry.is_surplus:
+                    surplus.append(entry)
         for offer in offers:
             self._offer(offer, now)
         self._forecasts.views = self._with_offers(views) if offers else seen
@@ -432,12 +455,15 @@ class WaitingLine:
             retry_after_s = _first_back_s(entry.ticket, views, now)
             refused.append(replace(no_backend, expected_wait_s=None, retry_after_s=retry_after_s))
         self._full_classes, self._blocked = placement.full_classes, placement.blocked
+        self._closed = placement.closed
+        sent_away = self._without_place(surplus, now)
+        refused += sent_away
         late = self._late([*placement.foreseen, *self._found_full()], now, refused)
         # There is more to do if the lookahead limit may have ended the turn while slots were still free, if
         # an entry that held backends in this turn was refused or demoted, or comes after others now that
         # some of its key have started, or if a long prompt has started and keeps no others from spilling.
         may_go_on = bool(offers) and (has_long or placement.has_held or looked >= LOOKAHEAD)
-        is_unfinished = self._waiting and (hopeless or late or may_go_on)
+        is_unfinished = self._waiting and (hopeless or sent_away or late or may_go_on)
         if is_unfinished:
             return Turn(offers, refused, now)
         next_look_at = placement.next_look_at
@@ -482,6 +508,22 @@ class WaitingLine:
         # Without a full backend, ordinary ones wait until others are looked at, or read: no forecast of that.
         may_know = entry.is_ordinary or lane.in_turn_counts[False] < LOOKAHEAD
         return may_know and not any(asks_no_less(ticket, one) for one in without_room)
+
+    def _may_start(self, lane: Lane, entry: Entry, ranking: Ranking | None) -> bool:
+        """Return whether the next turn looks at a newcomer, for which a backend has room that is not held."""
+        if ranking is None or lane.in_turn_counts[entry.is_ordinary] >= LOOKAHEAD:
+            return False
+        is_open = any(one.backend not in self._closed for one in ranking.eligible)
+        return is_open and self._has_room(lane, entry)
+
+    def _without_place(self, surplus: Sequence[Entry], now: float) -> Sequence[Refused]:
+        """Refuse those that came to a full queue and found no slot, as far as it still is: the last first."""
+        refused: list[Refused] = []
+        for entry in reversed(surplus):
+            entry.is_surplus = False
+            if self._lane(entry.ticket).is_full_for(entry.ticket, is_queued=True):
+                refused.append(self._refuse(entry, Reason.QUEUE_FULL, now))
+        return refused
 
     def _found_full(self) -> Sequence[Entry]:
         """Return newcomers that no turn has looked at, though this one has found that they have no room."""
@@ -577,6 +619,8 @@ class WaitingLine:
         """Refuse or demote entries that found no slot in their first turn and would not get one in time."""
         found = False
         for entry in entries:
+            if self._waiting.get(entry.ticket.id) is not entry:  # it has been refused
+                continue
             reason = _foreseen(entry, self._forecast(entry, now)[1], now)
             if reason is None:
                 continue

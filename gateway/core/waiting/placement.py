@@ -70,6 +70,11 @@ class Placement:
         self.blocked: dict[str, tuple[Entry, Load]] = {}  # per backend, which waits first, and for what
         self.has_held = False  # whether an entry waits only because backends are held for others
 
+    @property
+    def closed(self) -> AbstractSet[str]:
+        """The backends that have been closed to all that come later."""
+        return self._closed
+
     def place(self, entry: Entry) -> tuple[Candidate, ...] | None:
         """Return the backends to offer, best first; () if the entry must wait; None if no backend is up."""
         ticket = entry.ticket
