@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.core.errors import BackendRejected, BodyRefused, GatewayError, UpstreamBusy, UpstreamFailed
+from gateway.core.errors import (
+    BackendRejected,
+    BodyRefused,
+    GatewayError,
+    UpstreamBusy,
+    UpstreamFailed,
+    UpstreamFaulty,
+)
 from gateway.core.health import Outcome
 from gateway.core.usage import Usage
 from gateway.core.value import valueclass
@@ -178,9 +185,9 @@ def verdict(
     An `UpstreamError` may be retried elsewhere, and a `BodyRefused`; any other `CallerError` is final.
     """
     if status in (401, 403):
-        return UpstreamFailed("The backend does not accept the gateway's credentials."), Outcome.MISCONFIGURED
+        return UpstreamFaulty("The backend does not accept the gateway's credentials."), Outcome.MISCONFIGURED
     if status in (404, 405) or 300 <= status < 400:
-        return UpstreamFailed(
+        return UpstreamFaulty(
             f"The backend does not serve this route or model (status {status})."
         ), Outcome.MISCONFIGURED
     if status in REFUSED_FOR_LOAD:
@@ -192,7 +199,8 @@ def verdict(
     if status >= 500 and _STOPPING.search(error.message):
         return UpstreamBusy("The backend is stopping.", retry_after_s=1), Outcome.DRAINING
     if status >= 500 or status < 200:
-        return UpstreamFailed(f"The backend failed with status {status}."), Outcome.FAILED
+        kind = UpstreamFailed if error.is_crash else UpstreamFaulty
+        return kind(f"The backend failed with status {status}."), Outcome.FAILED
     if status < 300:
         return UpstreamFailed(f"The backend answered with status {status}."), Outcome.FAILED
     if status == 413 and error.message == _UNSAID:  # engines say why, and hardly limit bodies: proxies do

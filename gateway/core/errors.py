@@ -38,6 +38,7 @@
         UpstreamTimeout         504 server_error / upstream_timeout
         UpstreamFailed          502 server_error / upstream_failed
           UpstreamLost            the same: the connection broke before any answer
+          UpstreamFaulty          the same: it may answer so to everything
         AnswerUnfit             502 server_error / tool_arguments_invalid, ...  whole, but not as asked for
         ChoicesMissing          502 server_error / choices_missing      it cannot do that many: final
         JobPoisoned             502 server_error / job_poisoned  several failed at it, one after the other
@@ -365,6 +366,10 @@ class UpstreamFailed(UpstreamError):
 
 class UpstreamLost(UpstreamFailed):
     """The connection broke after the request was sent, before any answer: the backend may have crashed."""
+
+
+class UpstreamFaulty(UpstreamFailed):
+    """The backend answered with an error that is nobody's in particular: it may answer so to everything."""
 
 
 class AnswerUnfit(UpstreamError):

@@ -7,7 +7,8 @@ stored.
 
 A job ends with its answer, or when a backend rejects its content. It does not end because a backend fails,
 the fleet is full or down, or this process is stopped. In these cases it is returned to the queue, and a
-failure is counted only if the attempt took a backend's time, so that an outage of hours costs no job.
+failure is counted only if the attempt took a backend's time, so that an outage of hours costs no job. Nor
+does an engine that answers everything with an error cost one soon: see `_is_failure`.
 
 Gateways that share a store may have different configurations. So jobs of a model that this gateway does not
 serve are left to the others, and so is a job that this gateway rejects although another has accepted it. A
@@ -16,7 +17,7 @@ failures, when it has `attempts_max` of them.
 """
 
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,7 @@ from gateway.core.errors import (
     ShedError,
     StoreUnavailable,
     UpstreamFailed,
+    UpstreamFaulty,
     let_go,
 )
 from gateway.core.job_answers import INVALID_EVENT, AnswerSoFar, answer_so_far, choices, continuation
@@ -59,6 +61,14 @@ from gateway.threads import decoded
 
 log = logging.getLogger("gateway.jobs")
 T = TypeVar("T")
+
+UNPROVEN_ATTEMPTS = 20
+"""The attempt of a job from which an error counts even if nothing shows that it is the job's fault. A choice:
+with the pauses between them, a quarter of an hour, in which most engines have booted again."""
+
+KNOWN_MAX = 1_024
+"""Maximum number of failed jobs that a worker remembers. A choice that bounds memory: of one that is
+forgotten, a failure may not count."""
 
 FINISH_S = 5.0
 """How long a stopped worker may take to return its jobs. A choice: some commands of the store."""
@@ -120,6 +130,7 @@ class _Claim:
     job: Job
     at: float  # monotonic seconds
     config: str  # version at the time of the claim
+    answers: int  # how many answers of its lane had begun here by then
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     beginning: Beginning = Beginning.NEW
     is_admitted: bool = False  # it has a slot on a backend
@@ -161,6 +172,8 @@ class Worker:
         self._tokens_of = tokens_of
         self._can_run_lane = can_run_lane
         self._reads = anyio.Semaphore(READS_AT_ONCE)
+        self._answers = Counter[str]()  # how many have begun here, by lane
+        self._failed = OrderedDict[str, int]()  # the same at the last failure of a job, by its id
         self._foreign: frozenset[str] = frozenset()  # lanes of models that are not served here
         self._claims: dict[str, _Claim] = {}
         self._is_unanswered = False  # whether the last claim may have got a job that is not among these
@@ -268,7 +281,7 @@ class Worker:
         with suppress(StoreUnavailable):  # its claim will be lost, which counts as a failure
             job = await self._claimed((), serving)
             if job is not None:
-                claim = _Claim(job, anyio.current_time(), serving.config)
+                claim = self._claim_of(job, serving)
                 await self._give_back(claim, after_s=0.0, failed=False)
 
     def _own_lanes(self, lanes: Iterable[Lane], serving: Serving) -> list[str]:
@@ -305,10 +318,13 @@ class Worker:
             await self._room.wait()
             tasks.cancel_scope.cancel()
 
+    def _claim_of(self, job: Job, serving: Serving) -> _Claim:
+        return _Claim(job, anyio.current_time(), serving.config, self._answers[job.new.lane])
+
     def _start(self, job: Job, tasks: TaskGroup) -> None:
         if (former := self._claims.get(job.id)) is not None:
             former.scope.cancel()  # it was lost, and claimed again before the loss was reported
-        claim = self._claims[job.id] = _Claim(job, anyio.current_time(), self._serves().config)
+        claim = self._claims[job.id] = self._claim_of(job, self._serves())
         tasks.start_soon(self._work, claim)
 
     # ------------------------------------------------------------ heartbeats
@@ -407,6 +423,7 @@ class Worker:
 
         def begun() -> None:
             claim.has_begun = True
+            self._answers[job.new.lane] += 1
 
         writer = AnswerWriter(self._store, job, restarts=restarts, on_start=begun)
         failure: GatewayError | None = None
@@ -450,14 +467,29 @@ class Worker:
                 await self._refuse(claim, failure)
             case _:
                 # A backend that refuses is asked ever less often, too, though that is no failure of the job.
-                tries = job.attempt - 1 if isinstance(failure, NOTHING_RAN) else job.failures
+                is_failure = self._is_failure(claim, failure)
+                tries = job.failures if is_failure or isinstance(failure, ShedError) else job.attempt - 1
                 rest_s = min(self._rules.retry_s * 2.0 ** min(tries, 16), self._rules.retry_max_s)
                 _log_failed(job, failure)
                 await self._give_back(
-                    claim,
-                    after_s=max(failure.retry_after_s or 0.0, rest_s),
-                    failed=not isinstance(failure, (ShedError, *NOTHING_RAN)),
+                    claim, after_s=max(failure.retry_after_s or 0.0, rest_s), failed=is_failure
                 )
+
+    def _is_failure(self, claim: _Claim, error: GatewayError) -> bool:
+        """Return whether an attempt that ended with `error` counts as a failure of the job.
+
+        An engine that is broken, a proxy whose engine boots, or a changed key give an error to every job. So
+        after the first, one without a crash counts only if another answer of the lane has begun here since.
+        """
+        if isinstance(error, (ShedError, *NOTHING_RAN)):
+            return False
+        job, answers = claim.job, self._answers[claim.job.new.lane]
+        before = self._failed.pop(job.id, claim.answers)
+        self._failed[job.id] = answers
+        if len(self._failed) > KNOWN_MAX:
+            self._failed.popitem(last=False)
+        is_unproven = isinstance(error, UpstreamFaulty) and answers == before
+        return not (is_unproven and job.failures and job.attempt < UNPROVEN_ATTEMPTS)
 
     # ------------------------------------------------------------ reporting to the store
 

@@ -13,7 +13,14 @@ from gateway.core.answers import (
     usage_of,
     verdict,
 )
-from gateway.core.errors import BackendRejected, BodyRefused, UpstreamBusy, UpstreamError, UpstreamFailed
+from gateway.core.errors import (
+    BackendRejected,
+    BodyRefused,
+    UpstreamBusy,
+    UpstreamError,
+    UpstreamFailed,
+    UpstreamFaulty,
+)
 from gateway.core.health import Outcome
 from gateway.core.usage import Usage
 
@@ -116,13 +123,13 @@ def test_of_an_error_that_was_cut_no_more_is_read_than_is_shown() -> None:
         (400, "temperature must be positive", BackendRejected, Outcome.REJECTED),
         (413, "too large", BackendRejected, Outcome.REJECTED),
         (422, "unprocessable", BackendRejected, Outcome.REJECTED),
-        (401, "Unauthorized", UpstreamFailed, Outcome.MISCONFIGURED),
-        (403, "key revoked", UpstreamFailed, Outcome.MISCONFIGURED),
-        (404, "The model `x` does not exist.", UpstreamFailed, Outcome.MISCONFIGURED),
-        (405, "Method Not Allowed", UpstreamFailed, Outcome.MISCONFIGURED),
-        (300, "", UpstreamFailed, Outcome.MISCONFIGURED),
-        (302, "", UpstreamFailed, Outcome.MISCONFIGURED),
-        (399, "", UpstreamFailed, Outcome.MISCONFIGURED),
+        (401, "Unauthorized", UpstreamFaulty, Outcome.MISCONFIGURED),
+        (403, "key revoked", UpstreamFaulty, Outcome.MISCONFIGURED),
+        (404, "The model `x` does not exist.", UpstreamFaulty, Outcome.MISCONFIGURED),
+        (405, "Method Not Allowed", UpstreamFaulty, Outcome.MISCONFIGURED),
+        (300, "", UpstreamFaulty, Outcome.MISCONFIGURED),
+        (302, "", UpstreamFaulty, Outcome.MISCONFIGURED),
+        (399, "", UpstreamFaulty, Outcome.MISCONFIGURED),
         (408, "too slow", UpstreamBusy, Outcome.BUSY),
         (429, "slow down", UpstreamBusy, Outcome.BUSY),
         (503, "The engine is currently busy", UpstreamBusy, Outcome.BUSY),
@@ -132,9 +139,9 @@ def test_of_an_error_that_was_cut_no_more_is_read_than_is_shown() -> None:
         (500, "audio input is not supported - hint: ...", BackendRejected, Outcome.REJECTED),
         (500, "Failed to parse tools: Missing tool function: {}", BackendRejected, Outcome.REJECTED),
         (500, "Failed to parse messages: Missing 'role' in message", BackendRejected, Outcome.REJECTED),
-        (500, "Compute error: image input is not supported", UpstreamFailed, Outcome.FAILED),
+        (500, "Compute error: image input is not supported", UpstreamFaulty, Outcome.FAILED),
         (503, "image input is not supported - hint: ...", UpstreamBusy, Outcome.BUSY),
-        (502, "bad gateway", UpstreamFailed, Outcome.FAILED),
+        (502, "bad gateway", UpstreamFaulty, Outcome.FAILED),
         (204, "", UpstreamFailed, Outcome.FAILED),
         (299, "", UpstreamFailed, Outcome.FAILED),
         (499, "'input': 'is the shop shutting down?'", BackendRejected, Outcome.REJECTED),

@@ -6,6 +6,7 @@ import logging
 import secrets
 import sys
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -41,6 +42,8 @@ from gateway.core.errors import (
     StoreUnavailable,
     StreamBroken,
     UpstreamBusy,
+    UpstreamFaulty,
+    UpstreamLost,
     UpstreamUnreachable,
 )
 from gateway.core.job_answers import answer_so_far
@@ -56,7 +59,7 @@ from gateway.core.jobs import (
     NewJob,
     Serving,
 )
-from gateway.jobs.worker import READS_AT_ONCE, Worker, WorkerRules
+from gateway.jobs.worker import READS_AT_ONCE, UNPROVEN_ATTEMPTS, Worker, WorkerRules
 from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Incoming
 from gateway.store.jobs import RedisJobs
@@ -1021,6 +1024,9 @@ def failing(error: Exception, times: int, number: int) -> Any:
     [
         (StreamBroken("It broke."), 2, 3, JobStatus.COMPLETED, None, 2),
         (StreamBroken("It broke."), 3, 0, JobStatus.FAILED, "job_poisoned", 3),
+        (UpstreamFaulty("It errs."), UNPROVEN_ATTEMPTS - 1, 0, JobStatus.COMPLETED, None, 1),
+        (UpstreamFaulty("It errs."), UNPROVEN_ATTEMPTS + 1, 0, JobStatus.FAILED, "job_poisoned", 3),
+        (UpstreamLost("It died."), 3, 0, JobStatus.FAILED, "job_poisoned", 3),
         (NoBackend("None is up."), 5, 0, JobStatus.COMPLETED, None, 0),
         (UpstreamBusy("It is busy."), 5, 0, JobStatus.COMPLETED, None, 0),
         (UpstreamUnreachable("It is away."), 5, 0, JobStatus.COMPLETED, None, 0),
@@ -1033,6 +1039,9 @@ def failing(error: Exception, times: int, number: int) -> Any:
     ids=[
         "breaks",
         "keeps-breaking",
+        "errs-for-a-while",
+        "errs-on-and-on",
+        "dies-of-it",
         "fleet-down",
         "backends-busy",
         "backends-away",
@@ -1137,6 +1146,66 @@ async def test_the_body_of_an_answered_job_is_free(world: JobWorld, without_coll
         with anyio.fail_after(WITHIN_S):
             while any(type(one) is NewJob and "answered" in one.id for one in gc.get_objects()):
                 await anyio.lowlevel.checkpoint()
+
+
+async def test_errors_count_against_the_one_job_that_has_them(world: JobWorld) -> None:
+    """Its backend has answered others meanwhile."""
+    store, tries = world.open(), 0
+
+    async def errs(asked: Asked, number: int) -> None:
+        nonlocal tries
+        if asked.job.id != "poison" or number:
+            return
+        tries += 1
+        if tries > 1:
+            await submit(store, f"other-{tries}")
+            await ended(store, f"other-{tries}")
+        raise UpstreamFaulty("It errs.")
+
+    await submit(store, "poison")
+    async with working(store, Backend(errs)):
+        job = await ended(store, "poison")
+    assert (job.error and job.error.code, job.failures, job.attempt) == ("job_poisoned", 3, 3)
+
+
+async def test_an_answer_before_a_job_s_last_error_says_nothing_of_it(world: JobWorld) -> None:
+    """The engine broke after that one."""
+    store, tries = world.open(), 0
+
+    async def errs(asked: Asked, number: int) -> None:
+        nonlocal tries
+        if asked.job.id == "before" or number:
+            return
+        tries += 1
+        if tries < 8:
+            raise UpstreamFaulty("It errs.")
+
+    async with working(store, Backend(errs)):
+        await submit(store, "before")
+        await ended(store, "before")
+        await submit(store, "a")
+        job = await ended(store, "a")
+    assert (job.status, job.failures, job.attempt) == (JobStatus.COMPLETED, 1, 8)
+
+
+async def test_what_a_worker_remembers_of_errors_is_bounded(
+    world: JobWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those it has forgotten, no error counts that the next answer does not follow."""
+    monkeypatch.setattr("gateway.jobs.worker.KNOWN_MAX", 1)
+    store, tries = world.open(), Counter[str]()
+
+    async def errs(asked: Asked, number: int) -> None:
+        if not number:
+            tries[asked.job.id] += 1
+            if tries[asked.job.id] < 8:
+                raise UpstreamFaulty("It errs.")
+
+    await submit(store, "a", "b", "c")
+    async with working(store, Backend(errs), rules=replace(RULES, attempts_max=9)) as worker:
+        jobs = [await ended(store, id) for id in "abc"]
+        assert len(worker._failed) == 1
+    assert {job.status for job in jobs} == {JobStatus.COMPLETED}
 
 
 async def test_a_job_is_given_up_though_it_took_the_last_backend_with_it(world: JobWorld) -> None:

@@ -65,9 +65,6 @@ class Entry:
     passed: int = 0
     is_unproven: bool = False  # may be able to start at once; its first turn shows whether it has to wait
     is_full: bool = False  # it waits for a request to end, whatever gates do
-    is_surplus: bool = (
-        False  # it came to a full queue: after its first turn, it stays only if there is a place
-    )
     # The busy backends for which it waits although another has room, best first, and what was known of them.
     stays: Sequence[tuple[Candidate, BackendView]] = ()
     stays_since: float | None = None  # when another first had room for it

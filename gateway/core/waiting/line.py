@@ -85,6 +85,7 @@ class WaitingLine:
         self._beyond: dict[int, Entry] = {}  # entered when more of their class waited than a turn looks at
         self._full_classes: Mapping[tuple[str, str], Sequence[Ticket]] = {}  # without room in the last turn
         self._closed: AbstractSet[str] = _NO_BACKENDS  # held for others at the end of the last turn
+        self._surplus: list[Entry] = []  # that have come to a full queue since
         self._numbers = 0
 
     # ------------------------------------------------------------ questions
@@ -253,7 +254,7 @@ class WaitingLine:
         if not ticket.refused and lane.is_full_for(ticket):  # else it was there before those that fill it
             if not self._may_start(lane, entry, ranking):
                 return self._turn_away(entry, Reason.QUEUE_FULL, ahead, wait_s, now)
-            entry.is_surplus = True
+            self._surplus.append(entry)
         # The forecast does not apply to a request that may be able to start at once, unless all backends that
         # could serve it are swapped out. The next turn will tell.
         entry.is_unproven = has_room or lane.is_first(entry)
@@ -425,13 +426,13 @@ class WaitingLine:
         self._closed = _NO_BACKENDS
         if not self._waiting:
             self._blocked = {}
+            self._surplus.clear()
             return Turn((), refused, None)
         self._long_waiting.note_windows(views, self._waiting.values())
         seen = self._with_offers(views)
         placement = Placement(seen, self._paused(now), now)
         offers: list[Offer] = []
         hopeless: list[Entry] = []
-        surplus: list[Entry] = []
         looked, has_long = 0, False
         for shared in self._by_priority():
             for shares in shared:
@@ -445,8 +446,6 @@ class WaitingLine:
                 elif candidates:
                     offers.append(Offer(entry.ticket, candidates))
                     has_long = has_long or entry.is_long
-                elif entry.is_surplus:
-                    surplus.append(entry)
         for offer in offers:
             self._offer(offer, now)
         self._forecasts.views = self._with_offers(views) if offers else seen
@@ -456,7 +455,7 @@ class WaitingLine:
             refused.append(replace(no_backend, expected_wait_s=None, retry_after_s=retry_after_s))
         self._full_classes, self._blocked = placement.full_classes, placement.blocked
         self._closed = placement.closed
-        sent_away = self._without_place(surplus, now)
+        sent_away = self._without_place(now)
         refused += sent_away
         late = self._late([*placement.foreseen, *self._found_full()], now, refused)
         # There is more to do if the lookahead limit may have ended the turn while slots were still free, if
@@ -516,12 +515,13 @@ class WaitingLine:
         is_open = any(one.backend not in self._closed for one in ranking.eligible)
         return is_open and self._has_room(lane, entry)
 
-    def _without_place(self, surplus: Sequence[Entry], now: float) -> Sequence[Refused]:
+    def _without_place(self, now: float) -> Sequence[Refused]:
         """Refuse those that came to a full queue and found no slot, as far as it still is: the last first."""
         refused: list[Refused] = []
-        for entry in reversed(surplus):
-            entry.is_surplus = False
-            if self._lane(entry.ticket).is_full_for(entry.ticket, is_queued=True):
+        while self._surplus:
+            entry = self._surplus.pop()
+            is_queued = self._waiting.get(entry.ticket.id) is entry
+            if is_queued and self._lane(entry.ticket).is_full_for(entry.ticket, is_queued=True):
                 refused.append(self._refuse(entry, Reason.QUEUE_FULL, now))
         return refused
 
