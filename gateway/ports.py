@@ -683,8 +683,11 @@ class JobStore(Protocol):
         attempts_max: int,
         after_s: float = 0.0,
         failed: bool = False,
+        setback: str = "",
     ) -> bool:
         """Return a job to its key's next turn, not to start before `after_s`. `failed`: count a failure.
+
+        `setback`: what went wrong, in words for its caller; "" if nothing did.
 
         A job that then has `attempts_max` failures becomes FAILED (`job_poisoned`).
 

@@ -83,7 +83,7 @@ function update(element, job) {
   const [status, attempts, age, actions] = [...element.cells].slice(4);
   element.dataset.status = job.status;
   status.className = `status ${job.status}`;
-  status.title = job.error ? `${job.error.code}: ${job.error.message}` : "";
+  status.title = job.error ? `${job.error.code}: ${job.error.message}` : (job.setback ?? "");
   say(status, words(job.status) + (job.position === null ? "" : `, position ${number(job.position)}`));
   say(attempts, number(job.attempts));
   say(age, seconds(job.total_s));

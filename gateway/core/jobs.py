@@ -105,6 +105,7 @@ class Job:
         worker: The worker that has it, or had it last.
         claim: Unique id of the latest claim, even compared with claims that the store has forgotten.
         error: Why it failed.
+        setback: What went wrong in the last attempt that ended without an answer; "" if nothing did.
     """
 
     new: NewJob
@@ -121,6 +122,7 @@ class Job:
     worker: str = ""
     claim: str = ""
     error: JobError | None = None
+    setback: str = ""
 
     @property
     def id(self) -> str:

@@ -146,6 +146,7 @@ def job_view(job: Job, now: float) -> Mapping[str, Any]:
         "position": job.position,
         "attempts": job.attempt,
         "failures": job.failures,
+        "setback": job.setback or None,
         "worker": job.worker or None,
         "created_at": job.created_at,
         "started_at": job.started_at,

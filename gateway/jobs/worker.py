@@ -378,7 +378,8 @@ class Worker:
                 job.id,
                 extra=about("internal_error", id=job.id, lane=job.new.lane),
             )
-            await self._give_back(claim, after_s=self._rules.retry_s, failed=True)
+            setback = "The gateway failed."
+            await self._give_back(claim, after_s=self._rules.retry_s, failed=True, setback=setback)
         finally:
             if self._claims.get(job.id) is claim:  # otherwise this worker has claimed the job again
                 del self._claims[job.id]
@@ -472,7 +473,10 @@ class Worker:
                 rest_s = min(self._rules.retry_s * 2.0 ** min(tries, 16), self._rules.retry_max_s)
                 _log_failed(job, failure)
                 await self._give_back(
-                    claim, after_s=max(failure.retry_after_s or 0.0, rest_s), failed=is_failure
+                    claim,
+                    after_s=max(failure.retry_after_s or 0.0, rest_s),
+                    failed=is_failure,
+                    setback=failure.message,
                 )
 
     def _is_failure(self, claim: _Claim, error: GatewayError) -> bool:
@@ -523,7 +527,7 @@ class Worker:
             raise JobLost
         self._tell(claim, AttemptOutcome.ENDED, status, error)
 
-    async def _give_back(self, claim: _Claim, *, after_s: float, failed: bool) -> None:
+    async def _give_back(self, claim: _Claim, *, after_s: float, failed: bool, setback: str = "") -> None:
         job = claim.job
         claim.is_reported = True
         is_back = await _until_answered(
@@ -533,6 +537,7 @@ class Worker:
                 attempts_max=self._rules.attempts_max,
                 after_s=after_s,
                 failed=failed,
+                setback=setback,
             )
         )
         if not is_back:

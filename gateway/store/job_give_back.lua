@@ -1,12 +1,13 @@
--- ARGV  id, token of its claim, ms to rest, how many failures it adds, after how many the job is given up.
+-- ARGV  id, token of its claim, ms to rest, how many failures it adds, after how many the job is given up, and what went
+--       wrong, or ''.
 -- Returns whether the claim has given it back.
 
-local id, token, rest_ms, failures, attempts_max = unpack(ARGV, OWN_ARGUMENTS)
+local id, token, rest_ms, failures, attempts_max, setback = unpack(ARGV, OWN_ARGUMENTS)
 local job = load(id)
 
 if holds(job, token) then
     insist(TAG)
-    set(job, {failures = job.failures + failures, returned = job.attempt})
+    set(job, {failures = job.failures + failures, returned = job.attempt, setback = setback})
     if failures ~= '0' and tonumber(job.failures) >= tonumber(attempts_max) then
         poison(job)
         return 1

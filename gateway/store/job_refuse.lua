@@ -21,7 +21,7 @@ if holds(job, token) then
     leave(job)
     redis.call('HSET', name, id, refused)
     redis.call('PEXPIRE', name, REFUSED_MS)
-    set(job, {failures = job.failures + (is_left and 0 or 1), returned = job.attempt})
+    set(job, {failures = job.failures + (is_left and 0 or 1), returned = job.attempt, setback = message})
     queue(job, false, is_left and 0 or now + rest_ms)
     return is_left and 'left' or 'failed'
 end

@@ -10,7 +10,7 @@ if job and has_failed(job) then
     redis.call('DEL', key('chunks', job.id))
     local bytes = redis.call('HSTRLEN', name, 'body') + redis.call('HSTRLEN', name, 'facts')
     charge(job.owner, 1, bytes - job.bytes)
-    redis.call('HDEL', name, 'expires', 'started', 'ended', 'worker', 'returned', unpack(ERROR))
+    redis.call('HDEL', name, 'expires', 'started', 'ended', 'worker', 'returned', 'setback', unpack(ERROR))
     set(job, {bytes = bytes, chunks = 0, failures = 0, created = now})
     queue(job, true, 0)
 end

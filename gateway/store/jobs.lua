@@ -58,12 +58,12 @@ local REFUSED_MS = 86400000 -- how long a lane's refusals are remembered after t
 
 local STATE = {
     'status', 'lane', 'priority', 'owner', 'attempt', 'failures', 'bytes', 'created', 'keep', 'stream',
-    'entry', 'chunks', 'worker', 'token', 'returned', 'error_code', 'batch'
+    'entry', 'chunks', 'worker', 'token', 'returned', 'setback', 'error_code', 'batch'
 }
 local SHOWN = {
     'owner', 'lane', 'priority', 'keep', 'expires', 'batch', 'status', 'attempt', 'failures', 'created',
-    'started', 'ended', 'retry_at', 'chunks', 'worker', 'error_code', 'error_message', 'error_param', 'bytes', 'token',
-    'body', 'facts'
+    'started', 'ended', 'retry_at', 'chunks', 'worker', 'setback', 'error_code', 'error_message', 'error_param', 'bytes',
+    'token', 'body', 'facts'
 }
 
 local ERROR = {'error_code', 'error_message', 'error_param'}
@@ -415,7 +415,9 @@ local function expire(job)
 end
 
 local function poison(job)
-    end_job(job, 'failed', 'job_poisoned', 'The job was given up: ' .. job.failures .. ' attempts at it failed.')
+    local last = (job.setback or '') == '' and '' or ' The last: ' .. job.setback
+    local message = 'The job was given up: ' .. job.failures .. ' attempts at it failed.' .. last
+    end_job(job, 'failed', 'job_poisoned', message)
 end
 
 local function forget(id, bytes, owner)
@@ -453,7 +455,7 @@ local function take_over(stream)
         if job and job.status == 'in_progress' and job.stream == stream and job.entry == entry then
             leave(job)
             stop(job)
-            set(job, {failures = job.failures + 1})
+            set(job, {failures = job.failures + 1, setback = 'Its worker died, or could not reach the store.'})
             queue(job, false, 0)
         else
             drop_entry(stream, entry)

@@ -78,7 +78,7 @@ _SCRIPTS = (
 )
 _SHOWN = (  # as in jobs.lua
     *("owner", "lane", "priority", "keep", "expires", "batch", "status", "attempt", "failures", "created"),
-    *("started", "ended", "retry_at", "chunks", "worker", "error_code", "error_message"),
+    *("started", "ended", "retry_at", "chunks", "worker", "setback", "error_code", "error_message"),
     *("error_param", "bytes", "token", "body", "facts"),
 )
 
@@ -302,10 +302,12 @@ class RedisJobs(JobScripts):
         attempts_max: int,
         after_s: float = 0.0,
         failed: bool = False,
+        setback: str = "",
     ) -> bool:
         """See `ports.JobStore.give_back`."""
         rest_ms = max(0, round(after_s * 1000))
-        return bool(await self._run("give_back", job_id, claim, rest_ms, int(failed), attempts_max))
+        words = (rest_ms, int(failed), attempts_max, setback)
+        return bool(await self._run("give_back", job_id, claim, *words))
 
     async def refuse(
         self,
@@ -515,6 +517,7 @@ def _job(reply: Sequence[Any]) -> Job:
         size_bytes=int(text("bytes")),
         worker=text("worker"),
         claim=text("token"),
+        setback=text("setback"),
         error=JobError(code, text("error_message"), text("error_param") or None) if code else None,
     )
 

@@ -353,6 +353,8 @@ async def test_the_log_says_by_a_jobs_id_who_submitted_it_and_how_each_attempt_w
         id = submitted.parse().id
         await working.process.wait_for(rf'"event": "job_ended", "id": "{id}"')
 
+        shown = await command("show", id, "--admin", serving.admin)
+        assert re.search(r"^last setback +The backend failed with status 500\. *$", shown.out, re.MULTILINE)
         output = serving.process.output + working.process.output
         lines = [json.loads(line) for line in output.splitlines() if line.startswith("{") and id in line]
         handed_over, failed, judged, served, ended = lines

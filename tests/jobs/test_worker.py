@@ -1186,6 +1186,7 @@ async def test_an_answer_before_a_job_s_last_error_says_nothing_of_it(world: Job
         await submit(store, "a")
         job = await ended(store, "a")
     assert (job.status, job.failures, job.attempt) == (JobStatus.COMPLETED, 1, 8)
+    assert job.setback == "It errs."
 
 
 async def test_what_a_worker_remembers_of_errors_is_bounded(
@@ -1220,7 +1221,8 @@ async def test_a_job_is_given_up_though_it_took_the_last_backend_with_it(world: 
     await submit(store, "a")
     async with working(store, Backend(dies), can_run_lane=lambda _: asked < RULES.attempts_max):
         job = await ended(store, "a")
-    assert job.error == JobError("job_poisoned", "The job was given up: 3 attempts at it failed.")
+    message = "The job was given up: 3 attempts at it failed. The last: It broke."
+    assert job.error == JobError("job_poisoned", message)
 
 
 async def test_jobs_of_a_model_that_a_worker_has_not_wait_for_one_that_has_it(

@@ -604,8 +604,40 @@ async def test_a_job_that_keeps_failing_is_given_up(world: JobWorld, jobs: Jobs)
     assert (await world.claim(jobs)).id == "b"
     job = await get(jobs, "a")
     assert job.status is JobStatus.FAILED
-    assert job.error == JobError("job_poisoned", "The job was given up: 3 attempts at it failed.")
+    given_up = "The job was given up: 3 attempts at it failed."
+    assert job.error == JobError("job_poisoned", f"{given_up} The last: {DIED}")
     assert (job.attempt, job.failures, job.position) == (3, 3, None)
+
+
+DIED = "Its worker died, or could not reach the store."
+
+
+async def test_what_went_wrong_last_is_kept_with_a_job(world: JobWorld, jobs: Jobs) -> None:
+    async def setback() -> str:
+        return (await get(jobs, "a")).setback
+
+    await world.submit(jobs, "a")
+    await world.claim(jobs)
+    assert await setback() == ""
+    await jobs.give_back(*jobs.held("a"), attempts_max=9, setback="It is away.")
+    assert await setback() == "It is away."
+    await world.claim(jobs)
+    await jobs.give_back(*jobs.held("a", 2), attempts_max=9)  # its worker was stopped
+    assert await setback() == ""
+    await world.claim(jobs)
+    await world.lose_worker_of("a")
+    job = await world.claim(jobs)
+    assert job.setback == DIED
+    refusal = JobError("no_class", "It has no class.")
+    await jobs.refuse("a", job.claim, refusal, config="c", attempts_max=9, after_s=0.0)
+    assert await setback() == "It has no class."
+    await world.claim(jobs)
+    await jobs.give_back(*jobs.held("a", 5), attempts_max=1, failed=True, setback="It failed.")
+    job = await get(jobs, "a")
+    assert job.error is not None
+    assert job.error.message.endswith(" attempts at it failed. The last: It failed.")
+    await jobs.retry("a")
+    assert await setback() == ""
 
 
 async def test_given_back_without_a_failure_it_is_never_given_up(world: JobWorld, jobs: Jobs) -> None:
