@@ -187,6 +187,39 @@ async def test_whose_class_has_no_place_left_in_the_queue_is_told_so(tmp_path: P
     assert found["refused"] == answer
 
 
+PICTURE = {
+    "role": "user",
+    "content": [
+        {"type": "text", "text": "What is this?"},
+        {"type": "image_url", "image_url": {"url": "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA="}},
+    ],
+}
+
+
+async def test_a_full_queue_keeps_nobody_from_a_backend_for_which_none_of_it_waits(tmp_path: Path) -> None:
+    """Images run on one of two backends, which is full."""
+    waiting = {"max_wait_s": 60, "ttft_target_s": 600, "waiting_max": 1}
+    every = {"class": "every", "pools": ["light", "push"], "waiting": waiting}
+    simulators = simulated({"light": "h100-tp1-light", "push": "h100-tp2-push"})
+    pools, models = {"light": ["light"], "push": ["push"]}, {"gemma-4": {"classes": [every]}}
+    async with site(tmp_path, fleet=simulators, pools=pools, models=models) as fleet:
+        load, most = Load(seqs=64, share=10**6), Load(99, 10**6, 10**6, 99, 99, 10**6)
+        slot = await fleet.gateway.ledger.acquire("light", load, most)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(sent, fleet, messages=[PICTURE]))
+            await fleet.eventually(lambda: len(fleet.gateway.pipeline.room.line) == 1)
+
+            second = await heard(fleet, {}, messages=[PICTURE])
+            found = (await asked(fleet, request=CHAT)).json()
+            async with fleet.http() as http:
+                answer = await http.post("/v1/chat/completions", json=CHAT)
+            await fleet.gateway.ledger.release(slot)  # type: ignore[arg-type]
+
+    assert second["code"] == "queue_full"
+    assert found["refused"] is None
+    assert (answer.status_code, answer.headers["x-gateway-backend"]) == (200, "push")
+
+
 async def test_who_would_be_refused_for_want_of_a_backend_is_told_so(fleet: Site) -> None:
     for backend in fleet.backends.values():
         await backend.stop()
