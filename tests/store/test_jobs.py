@@ -1428,8 +1428,12 @@ async def test_a_store_that_refuses_is_not_back_because_it_can_be_read(
 async def test_a_store_that_refuses_and_then_does_not_answer_is_said_to_be_away_again(
     stoppable: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    jobs, redis = Jobs(stoppable.url, command_s=WITHIN_S), Redis.from_url(stoppable.url)
+    jobs = Jobs(stoppable.url, command_s=WITHIN_S)
     away, back = "the job store is unavailable", "the job store is available again"
+
+    async def hold(most_bytes: int) -> None:
+        async with Redis.from_url(stoppable.url) as redis:  # a former one may not know yet that it is cut off
+            await redis.config_set("maxmemory", most_bytes)
 
     async def told(command: Callable[[], Awaitable[Any]], reason: str) -> list[str]:
         caplog.clear()
@@ -1442,14 +1446,13 @@ async def test_a_store_that_refuses_and_then_does_not_answer_is_said_to_be_away_
         assert await told(lambda: jobs.get("a"), "does not answer") == [away]
         assert await told(lambda: jobs.get("a"), "does not answer") == []
         stoppable.start()
-        await redis.config_set("maxmemory", 1)
+        await hold(1)
         assert await told(lambda: jobs.submit(new_job("a"), QUOTA), "refuses this") == []
     assert await jobs.get("a") is None
-    await redis.config_set("maxmemory", 0)
+    await hold(0)
     await jobs.submit(new_job("a"), QUOTA)
     assert [record.message.split(":")[0] for record in caplog.records] == [back]
     await jobs.aclose()
-    await redis.aclose()
 
 
 async def test_a_store_that_is_full_is_asked_on_the_same_connections(tmp_path: Path) -> None:
