@@ -582,7 +582,7 @@ class _Connection(asyncio.Protocol):
             self._is_spoiled = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_spoiled:
+        if self._is_spoiled or self._is_headed:  # a trailer says nothing of the answer
             return
         name = name.lower()
         if name in (b"content-length", b"transfer-encoding"):
@@ -600,6 +600,7 @@ class _Connection(asyncio.Protocol):
             self._is_headed = True
         else:  # an interim response; the final one follows
             self._is_framed = self._is_encoded = False
+            self.retry_after = None
 
     def on_body(self, body: bytes) -> None:
         if self._is_spoiled:

@@ -770,11 +770,23 @@ async def test_a_connection_that_is_announced_to_close_is_not_used_again() -> No
 
 
 async def test_an_early_hint_is_no_answer() -> None:
-    hint = b"HTTP/1.1 103 Early Hints\r\nlink: a\r\ncontent-encoding: gzip\r\n\r\n"
+    hint = b"HTTP/1.1 103 Early Hints\r\nlink: a\r\ncontent-encoding: gzip\r\nretry-after: 9\r\n\r\n"
     answer = always(hint + answer_of(b"{}"))
     async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
         assert response.status == 200
+        assert response.retry_after is None
         assert await whole(response) == b"{}"
+
+
+async def test_trailers_say_nothing_of_the_answer() -> None:
+    trailers = b"0\r\ncontent-encoding: gzip\r\nretry-after: 9\r\n\r\n"
+    answer = always(STREAM_HEAD + chunk(b"x") + trailers)
+    async with serving(answer) as (server, upstream, target):
+        for _ in range(2):
+            async with upstream.open(target, Timeouts()) as response:
+                assert await whole(response) == b"x"
+                assert response.retry_after is None
+    assert server.connections == 1
 
 
 async def test_a_long_body_arrives_whole_and_a_long_answer_is_not_piled_up() -> None:
