@@ -373,8 +373,11 @@ class GuardedProtocol(HttpToolsProtocol):
     def _refuse(self, error: GatewayError) -> None:
         """Reject what was received: the latest request's body, or what came behind that request.
 
-        What came behind requests that are still being answered is answered after them.
+        What came behind requests that are still being answered is answered after them. Only the first error
+        counts: the parser goes on with the data in which it was found, but nothing behind it is a request.
         """
+        if self.has_refused():
+            return
         self._stop_timer()
         self._refusal = error
         latest = self.cycle
@@ -391,7 +394,7 @@ class GuardedProtocol(HttpToolsProtocol):
         headers = [pair for pair in headers_of(error, body) if pair[0] != b"connection"]
         lines += [b"%b: %b\r\n" % pair for pair in (*headers, (b"connection", b"close"))]
         self.transport.write(b"".join((*lines, b"\r\n", body)))
-        is_running = self.cycle is not None and not self.cycle.response_complete
+        is_running = self._running is not None and not self._running.response_complete
         if is_running or len(self.connections) > self._idle.connections_max:
             self.transport.close()
         else:

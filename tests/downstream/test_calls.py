@@ -832,6 +832,37 @@ async def test_a_last_answer_reaches_a_caller_that_is_still_sending(
         await site.idle()
 
 
+async def test_so_does_an_error_behind_a_request(way: str) -> None:
+    broken = post(b"-1\r\n", "Transfer-Encoding: chunked", length=None)
+    async with front(way) as site, site.caller() as caller:
+        await caller.send(post() + broken + MUCH)
+
+        assert [(await caller.answer()).status for _ in range(2)] == [200, 400]
+        assert await caller.until_closed() == b""
+        await site.idle()
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        pytest.param(post(line="POST http://[/v1 HTTP/1.1"), 400, id="no-url"),
+        pytest.param(post(b"{}", "X: " + "y" * guard.HEAD_BYTES_MAX), 431, id="long-head"),
+    ],
+)
+@pytest.mark.parametrize("before", [b"", post()], ids=["alone", "behind-another"])
+async def test_of_several_errors_in_what_came_together_the_first_is_told(
+    way: str, before: bytes, request_: bytes, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with front(way) as site, site.caller() as caller:
+        await caller.send(before + request_ + b"\x00")
+        answers = [await caller.answer() for _ in range(2 if before else 1)]
+
+        assert answers[-1].status == status
+        assert await caller.until_closed() == b""
+        await site.idle()
+    assert not any(one.exc_info for one in caplog.records)
+
+
 async def test_an_answer_instead_of_being_told_to_go_on_is_the_last(way: str) -> None:
     """What comes next on such a connection may be the body, or another request: nobody can say."""
     expecting = post(b"", "Expect: 100-continue", key="other", length=5)
