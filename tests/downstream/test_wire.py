@@ -848,6 +848,10 @@ def outcome(raw: bytes, *, at_once: bool) -> object:
         pytest.param(b'{"model":"m","messages":[{"role":"u","role":3,"content":"x"}]}', id="a-role-twice"),
         pytest.param(b'{"model":"m","messages":[{"role":"u","content":"\xff"}]}', id="not-utf-8"),
         pytest.param(b'{"model":"m","messages":[{"role":"u","content":"x \\ud83d y"}]}', id="half-an-emoji"),
+        pytest.param(
+            b'{"model":"m","messages":[{"role":"u","name":"\xff"}]}', id="not-utf-8-in-what-is-not-read"
+        ),
+        pytest.param(b'{"model":"m","messages":[{"role":"u","x":1e400}]}', id="a-number-in-what-is-not-read"),
         pytest.param(b'{"model":"m","messages":[{"role":"u","content":"x"}],"n":2}}', id="bytes-after"),
     ],
 )

@@ -124,9 +124,8 @@ def message_of(raw: msgspec.Raw, where: str) -> Message:
     Raises:
         InvalidRequest: it is no message.
     """
-    if len(memoryview(raw)) >= LONG_BYTES:
-        with suppress(*UNFIT):
-            return _opened(_LONG_MESSAGE.decode(raw))
+    with suppress(*UNFIT):
+        return _opened(_LONG_MESSAGE.decode(raw))
     message = decoded(raw, where)
     if not isinstance(message, dict):
         raise InvalidRequest("A message must be an object.", param=where)
