@@ -8,7 +8,7 @@ stored.
 A job ends with its answer, or when a backend rejects its content. It does not end because a backend fails,
 the fleet is full or down, or this process is stopped. In these cases it is returned to the queue, and a
 failure is counted only if the attempt took a backend's time, so that an outage of hours costs no job. Nor
-does an engine that answers everything with an error cost one soon: see `_is_failure`.
+does an engine that answers everything with an error cost one soon: see `_note_failure`.
 
 Gateways that share a store may have different configurations. So jobs of a model that this gateway does not
 serve are left to the others, and so is a job that this gateway rejects although another has accepted it. A
@@ -468,7 +468,7 @@ class Worker:
                 await self._refuse(claim, failure)
             case _:
                 # A backend that refuses is asked ever less often, too, though that is no failure of the job.
-                is_failure = self._is_failure(claim, failure)
+                is_failure = self._note_failure(claim, failure)
                 tries = job.failures if is_failure or isinstance(failure, ShedError) else job.attempt - 1
                 rest_s = min(self._rules.retry_s * 2.0 ** min(tries, 16), self._rules.retry_max_s)
                 _log_failed(job, failure)
@@ -479,8 +479,8 @@ class Worker:
                     setback=failure.message,
                 )
 
-    def _is_failure(self, claim: _Claim, error: GatewayError) -> bool:
-        """Return whether an attempt that ended with `error` counts as a failure of the job.
+    def _note_failure(self, claim: _Claim, error: GatewayError) -> bool:
+        """Note that an attempt ended with `error`. Return whether that counts as a failure of the job.
 
         An engine that is broken, a proxy whose engine boots, or a changed key give an error to every job. So
         after the first, one without a crash counts only if another answer of the lane has begun here since.

@@ -569,29 +569,27 @@ async def test_a_request_is_found_by_its_id_wherever_it_is_kept(bench: Bench) ->
     bench.page.complaints = [one for one in bench.page.complaints if "404" not in one]
 
 
-MANY_ORDINARY = """import("/console/requests.js").then(({ takeRequests }) => {
+WITH_ROW = """import("/console/requests.js").then(({ forgetRequests, takeRequests }) => {
   const row = { class: "x", backend: "light", ending: "completed", status: 200, stream: true, tries: 1, at: 0,
     waited_s: 0, ttft_s: 0, ttft_target_s: null, total_s: 1, is_notable: false };
-  const numbered = (_, index) => ({ ...row, id: `made-up-${index}`, number: 1e6 + index });
-  takeRequests(Array.from({ length: 500 }, numbered));
-})"""
-BARS = """import("/console/requests.js").then(({ forgetRequests, takeRequests }) => {
-  const row = { class: "x", backend: "light", ending: "completed", status: 200, stream: true, tries: 1, at: 0,
-    ttft_target_s: null, is_notable: false };
+"""
+MANY_ORDINARY = f"""{WITH_ROW}
+  const numbered = (_, index) => ({{ ...row, id: `made-up-${{index}}`, number: 1e6 + index }});
+  takeRequests(Array.from({{ length: 500 }}, numbered));
+}})"""
+BARS = f"""{WITH_ROW}
   forgetRequests();
   takeRequests([
-    { ...row, id: "quick", number: 0, total_s: 0.4, waited_s: 0.1, ttft_s: 0.2 },
-    { ...row, id: "slow", number: 1, total_s: 120, waited_s: 60, ttft_s: 90 },
+    {{ ...row, id: "quick", number: 0, total_s: 0.4, waited_s: 0.1, ttft_s: 0.2 }},
+    {{ ...row, id: "slow", number: 1, total_s: 120, waited_s: 60, ttft_s: 90 }},
   ]);
-  const bar = (id) => document.querySelectorAll(`tbody[data-request="${id}"] .phases i`);
-  return ["quick", "slow"].map((id) => [...bar(id)].map(({ style }) => parseFloat(style.width)));
-})"""
-RESTARTED = """import("/console/requests.js").then(({ forgetRequests, takeRequests }) => {
-  const row = { class: "x", backend: "light", ending: "completed", status: 200, stream: true, tries: 1, at: 0,
-    waited_s: 0, ttft_s: 0, ttft_target_s: null, total_s: 1, is_notable: false };
+  const bar = (id) => document.querySelectorAll(`tbody[data-request="${{id}}"] .phases i`);
+  return ["quick", "slow"].map((id) => [...bar(id)].map(({{ style }}) => parseFloat(style.width)));
+}})"""
+RESTARTED = f"""{WITH_ROW}
   forgetRequests();
-  takeRequests([{ ...row, id: "one", number: 0 }, { ...row, id: "other", number: 1 }]);
-})"""
+  takeRequests([{{ ...row, id: "one", number: 0 }}, {{ ...row, id: "other", number: 1 }}]);
+}})"""
 FORGET = """import("/console/requests.js").then(({ forgetRequests, takeRequests }) => {
   forgetRequests();
   takeRequests([]);

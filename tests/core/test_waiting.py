@@ -1899,7 +1899,7 @@ def test_no_more_come_into_a_full_line_than_a_turn_looks_at() -> None:
     assert verdicts == [None] * LOOKAHEAD + [Reason.QUEUE_FULL]
 
 
-@pytest.mark.parametrize("rules", [{"waiting_max": 2}, {"waiting_bytes_max": 10}], ids=["number", "bytes"])
+@FULL
 def test_one_key_cannot_keep_the_others_out(rules: dict[str, object]) -> None:
     site = Site()
     one = bounded(**rules)
@@ -1927,7 +1927,7 @@ def test_the_bounds_do_not_count_jobs() -> None:
     assert [verdict and verdict.reason for verdict in verdicts] == [None, None, Reason.QUEUE_FULL]
 
 
-@pytest.mark.parametrize("rules", [{"waiting_max": 2}, {"waiting_bytes_max": 10}], ids=["number", "bytes"])
+@FULL
 def test_who_has_left_or_started_counts_no_longer_against_the_bounds(rules: dict[str, object]) -> None:
     site = Site()
     one = bounded(**rules)

@@ -213,7 +213,7 @@ class WaitingLine:
                 Placement(views, _NO_BACKENDS, now).place(entry)
                 entry.is_full = entry.is_full or not self._has_room(lane, entry)
         ahead, wait_s = self._forecasts.wait_of(lane, entry, now, views)
-        is_full = lane.is_full_for(ticket) and not self._may_start(lane, entry, ranking)
+        is_full = lane.is_full_for(ticket) and not self._is_let_in(lane, entry, ranking)
         reason = Reason.QUEUE_FULL if is_full else _foreseen(entry, wait_s, now)
         if reason is None or _is_demoted(entry, reason):
             return Foresight(wait_s, ahead, None)
@@ -252,7 +252,7 @@ class WaitingLine:
         entry.is_full = not has_room
         ahead, wait_s = self._forecast(entry, now)
         if not ticket.refused and lane.is_full_for(ticket):  # else it was there before those that fill it
-            if not self._may_start(lane, entry, ranking):
+            if not self._is_let_in(lane, entry, ranking):
                 return self._turn_away(entry, Reason.QUEUE_FULL, ahead, wait_s, now)
             self._surplus.append(entry)
         # The forecast does not apply to a request that may be able to start at once, unless all backends that
@@ -508,8 +508,11 @@ class WaitingLine:
         may_know = entry.is_ordinary or lane.in_turn_counts[False] < LOOKAHEAD
         return may_know and not any(asks_no_less(ticket, one) for one in without_room)
 
-    def _may_start(self, lane: Lane, entry: Entry, ranking: Ranking | None) -> bool:
-        """Return whether the next turn looks at a newcomer, for which a backend has room that is not held."""
+    def _is_let_in(self, lane: Lane, entry: Entry, ranking: Ranking | None) -> bool:
+        """Return whether a newcomer comes into a full queue for one turn.
+
+        It does if that turn will look at it, and a backend has room for it that is not held for others.
+        """
         if ranking is None or lane.in_turn_counts[entry.is_ordinary] >= LOOKAHEAD:
             return False
         is_open = any(one.backend not in self._closed for one in ranking.eligible)

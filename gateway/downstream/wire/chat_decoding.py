@@ -69,7 +69,7 @@ class _LongChat(msgspec.Struct, gc=False):
 
 CHAT = msgspec.json.Decoder(Chat)
 _LONG_CHAT = msgspec.json.Decoder(_LongChat)
-_LONG_MESSAGE = msgspec.json.Decoder(_LongMessage)
+_MESSAGE = msgspec.json.Decoder(_LongMessage)
 _CONTENT = msgspec.json.Decoder(str | list[Any] | None)
 UNFIT = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -125,7 +125,7 @@ def message_of(raw: msgspec.Raw, where: str) -> Message:
         InvalidRequest: it is no message.
     """
     with suppress(*UNFIT):
-        return _opened(_LONG_MESSAGE.decode(raw))
+        return _opened(_MESSAGE.decode(raw))
     message = decoded(raw, where)
     if not isinstance(message, dict):
         raise InvalidRequest("A message must be an object.", param=where)
