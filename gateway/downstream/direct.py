@@ -33,6 +33,19 @@ LEARNED_MAX = 3
 class DirectProtocol(GuardedProtocol):
     """uvicorn's protocol, guarded, which intercepts ordinary chats before they become ASGI requests."""
 
+    __slots__ = (
+        "_announced",
+        "_body_timer",
+        "_call",
+        "_chats",
+        "_host",
+        "_may_learn",
+        "_receiver",
+        "_receiving",
+        "_task",
+        "_template",
+    )
+
     def __init__(self, *args: Any, chats: Chats, **kwargs: Any) -> None:
         """Called by uvicorn; `chats` answers intercepted requests."""
         super().__init__(*args, **kwargs)

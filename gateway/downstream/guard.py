@@ -69,6 +69,24 @@ class GuardedProtocol(HttpToolsProtocol):
     of them, as headers.
     """
 
+    # Beyond thirty attributes, uvicorn's included, CPython keeps them in a hash table per object.
+    __slots__ = (
+        "_has_ended",
+        "_head_bytes",
+        "_head_timer",
+        "_idle",
+        "_idle_since",
+        "_is_in_head",
+        "_read_bytes",
+        "_refusal",
+        "_rest_at",
+        "_rest_timer",
+        "_running",
+        "_stall_timer",
+        "_stalled_at",
+        "_wants_upgrade",
+    )
+
     def __init__(self, *args: Any, idle: IdleConnections, **kwargs: Any) -> None:
         """Called by uvicorn; `idle` are those of the listener."""
         super().__init__(*args, **kwargs)

@@ -362,6 +362,45 @@ class _Stale(Exception):
 class _Connection(asyncio.Protocol):
     """One connection, and the answer that arrives on it: `ports.UpstreamResponse`."""
 
+    # Beyond thirty attributes, CPython keeps them in a hash table per object, in many more cache lines.
+    __slots__ = (
+        "_asked_at",
+        "_awaited",
+        "_buffered",
+        "_cohort",
+        "_error",
+        "_has_answer",
+        "_head_bytes",
+        "_input",
+        "_is_asked",
+        "_is_between_chunks",
+        "_is_complete",
+        "_is_encoded",
+        "_is_framed",
+        "_is_headed",
+        "_is_held",
+        "_is_lost",
+        "_is_paused",
+        "_is_spoiled",
+        "_is_unwritten",
+        "_is_used",
+        "_keeps_alive",
+        "_loop",
+        "_parser",
+        "_parts",
+        "_take",
+        "_take_chunk",
+        "_take_error",
+        "_take_whole",
+        "_tls",
+        "_transport",
+        "connect_s",
+        "made_at",
+        "resting_since",
+        "retry_after",
+        "status",
+    )
+
     def __init__(self, loop: asyncio.AbstractEventLoop, cohort: Cohort) -> None:
         self._loop = loop
         self._cohort = cohort
