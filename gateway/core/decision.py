@@ -104,7 +104,7 @@ class Ranking(Sequence[Candidate]):
     moment of the decision.
 
     Attributes:
-        first: The best eligible backend, or None.
+        first: The best eligible backend, or None. Its scores are in `all` only.
         passed_over: Excluded backends that were evaluated before the first was found, with the reason.
     """
 

@@ -405,7 +405,10 @@ def ranking(
     if not fit:
         spills = _fit_by_pool(policy, traffic_class, demand, views, excluded, skip=1)
         fit = next(filter(None, spills), [])
-    first = _eligible(min(_scored(fit, policy.weights))) if fit else None
+    first = None
+    if fit:  # mostly it is a single one, which need not be scored
+        best = fit[0] if len(fit) == 1 else min(_scored(fit, policy.weights))[4]
+        first = _candidate(best, None, _why_behind(best.view), {}, 0.0)
     passed_over = [(case.view.backend.id, objection[0]) for case, objection in excluded] if excluded else ()
     return Ranking(first, tuple(passed_over), partial(rank, policy, traffic_class, demand, views))
 

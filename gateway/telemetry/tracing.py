@@ -426,7 +426,7 @@ def considered(ranking: Ranking, backends: int) -> Sequence[str]:
     """Return the candidates of a decision in words, where the fleet has so many backends; see `WHOLE_MAX`."""
     if backends <= WHOLE_MAX:
         return [_words(candidate) for candidate in ranking]
-    first = [] if ranking.first is None else [_words(ranking.first)]
+    first = [] if ranking.first is None else [f"{ranking.first.backend}: first choice"]
     return [*first, *(f"{name}: {reason.value}" for name, reason in ranking.passed_over[:WHOLE_MAX])]
 
 

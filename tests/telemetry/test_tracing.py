@@ -23,7 +23,7 @@ def test_a_small_fleet_is_told_whole() -> None:
     ]
 
 
-@pytest.mark.parametrize(("first", "said"), [(FIRST, ["light-0: score 0.50"]), (None, [])])
+@pytest.mark.parametrize(("first", "said"), [(FIRST, ["light-0: first choice"]), (None, [])])
 def test_a_large_fleet_is_not_ranked_to_be_told(first: Candidate | None, said: list[str]) -> None:
     told = considered(Ranking(first, FULL, unranked), WHOLE_MAX + 1)
 
