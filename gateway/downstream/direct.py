@@ -86,9 +86,8 @@ class DirectProtocol(GuardedProtocol):
         if head is None or len(body) > self._chats.limits.bytes_max:
             self._template = None
             return False
-        self.headers = template.headers(length)
         self.cycle = self._call = call = DirectCall(self, self._chats, head)  # type: ignore[assignment]
-        call.take(body)
+        call.parts.append(body)  # whole: it takes no more room among what is being received
         call.begin()
         return True
 
@@ -106,7 +105,7 @@ class DirectProtocol(GuardedProtocol):
             super().on_headers_complete()
             return
         self.head_is_complete()
-        call = DirectCall(self, self._chats, head)
+        call = DirectCall(self, self._chats, head, self.headers)
         self.cycle = self._call = self._receiving = call  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:

@@ -68,7 +68,6 @@ class Chats(Protocol):
 class Connection(Protocol):
     """The parts of the connection that a call uses: uvicorn's protocol, and methods of `DirectProtocol`."""
 
-    headers: list[tuple[bytes, bytes]]
     transport: asyncio.Transport
     flow: FlowControl
     loop: asyncio.AbstractEventLoop
@@ -185,10 +184,10 @@ class DirectCall(HttpDownstream):
     _left = 0  # remaining bytes of an answer with a Content-Length
     _streamed: _StreamedAnswer | None = None
 
-    def __init__(self, protocol: Connection, chats: Chats, head: Head) -> None:
-        """Start receiving the body of a request with that head."""
+    def __init__(self, protocol: Connection, chats: Chats, head: Head, headers: Headers = ()) -> None:
+        """Start receiving the body of a request with that head. `headers`: as parsed, if they were."""
         self.head = head
-        self.headers: Headers = protocol.headers
+        self.headers = headers
         self._protocol = protocol
         self._transport = protocol.transport
         self._flow = protocol.flow
@@ -246,8 +245,9 @@ class DirectCall(HttpDownstream):
         """See `Call.body`."""
         parts, self.parts = self.parts, []
         receiver, self.receiver = self.receiver, None
-        uploads.release(self.received, key)
-        self.received = 0
+        if self.received:
+            uploads.release(self.received, key)
+            self.received = 0
         if self._failure is not None:
             raise self._failure
         if receiver is not None:

@@ -28,13 +28,11 @@ class HeadTemplate:
         head: The head from which it was learned.
     """
 
-    __slots__ = ("_at", "_headers", "_prefix", "_suffix", "head")
+    __slots__ = ("_prefix", "_suffix", "head")
 
-    def __init__(self, prefix: bytes, suffix: bytes, headers: Headers, head: Head) -> None:
-        """Recognize `prefix`, a number and `suffix`. `headers`: the same, as the parser reports them."""
+    def __init__(self, prefix: bytes, suffix: bytes, head: Head) -> None:
+        """Recognize `prefix`, a number and `suffix`."""
         self._prefix, self._suffix = prefix, suffix
-        self._headers = list(headers)
-        self._at = [name for name, _ in headers].index(_LENGTH)
         self.head = head
 
     @classmethod
@@ -59,7 +57,7 @@ class HeadTemplate:
             at += len(line) + 2
         if not size:
             return None
-        return cls(prefix, data[len(prefix) + size : end + len(_END)], headers, head)
+        return cls(prefix, data[len(prefix) + size : end + len(_END)], head)
 
     def body_of(self, data: bytes) -> tuple[bytes, bytes] | None:
         """Return the Content-Length, as written, and the body of a request; None if `data` is not one."""
@@ -71,9 +69,3 @@ class HeadTemplate:
         if not length.isdigit() or int(length) != len(data) - body_at:
             return None
         return length, data[body_at:]
-
-    def headers(self, length: bytes) -> list[tuple[bytes, bytes]]:
-        """Return the headers of a request with that Content-Length."""
-        headers = self._headers.copy()
-        headers[self._at] = (_LENGTH, length)
-        return headers

@@ -24,13 +24,15 @@ anyio_backend = on_both_loops
 
 LINE = b"POST /v1/chat/completions HTTP/1.1"
 HEAD = Head({}, None)
+Request = tuple[list[tuple[bytes, bytes]], bytes]
+"""Headers and body."""
 
 
 class Parsed:
     """What httptools reads: the requests in some bytes, and whether another one begins behind them."""
 
     def __init__(self, data: bytes) -> None:
-        self.requests: list[tuple[list[tuple[bytes, bytes]], bytes]] = []
+        self.requests: list[Request] = []
         self.is_within = False
         httptools.HttpRequestParser(self).feed_data(data)
 
@@ -54,6 +56,13 @@ def learned(data: bytes) -> HeadTemplate | None:
     return HeadTemplate.learned(data, LINE, Parsed(data).requests[0][0], HEAD)
 
 
+def read_like(first: bytes, found: tuple[bytes, bytes]) -> list[Request]:
+    """Return what the parser should read in a request with the head of `first`, and what was found in it."""
+    length, body = found
+    headers, _ = Parsed(first).requests[0]
+    return [([(name, length if name == b"content-length" else value) for name, value in headers], body)]
+
+
 NAMES = st.sampled_from([b"Host", b"X-Any", b"x-content-length", b"authorization", b"A"])
 VALUES = st.sampled_from([b"", b"a", b"12", b"a: b", b"  spaced\t", b"Content-Length: 3", b"\xe9"])
 LENGTHS = st.sampled_from([b"Content-Length: %b", b"content-length:%b", b"CONTENT-LENGTH: \t%b"])
@@ -73,14 +82,15 @@ def heads(draw: st.DrawFn) -> bytes:
 def test_a_request_with_a_learned_head_is_recognized_and_read_like_the_parser_does(
     head: bytes, first: bytes, second: bytes
 ) -> None:
-    template = learned(head % str(len(first)).encode() + first)
+    learned_from = head % str(len(first)).encode() + first
+    template = learned(learned_from)
     assert template is not None
 
     data = head % str(len(second)).encode() + second
     found = template.body_of(data)
 
     assert found is not None
-    assert Parsed(data).requests == [(template.headers(found[0]), found[1])]
+    assert Parsed(data).requests == read_like(learned_from, found)
 
 
 @given(heads(), BODIES, st.data())
@@ -114,7 +124,7 @@ def test_what_is_recognized_is_one_whole_request_for_the_parser_too(
 
     if found is not None:
         parsed = Parsed(changed)
-        assert parsed.requests == [(template.headers(found[0]), found[1])]
+        assert parsed.requests == read_like(request, found)
         assert not parsed.is_within
 
 
@@ -181,10 +191,6 @@ async def test_a_head_is_learned_once_and_every_request_keeps_its_own_body(site:
         assert head.headers["content-length"] == str(len(chat(user="x" * number)))
         assert "authorization" not in head.headers
         assert head.key == "team"
-        assert (
-            dict(site.watched.taken[number].headers)[b"content-length"]
-            == str(len(chat(user="x" * number))).encode()
-        )
     assert [b'"user":"%b"' % (b"x" * number) in body for number, body in enumerate(asked(site))] == [True] * 5
 
 
