@@ -382,6 +382,9 @@ class Fleet(Protocol):
     def report(self, backend_id: str, outcome: Outcome, detail: str, started_at: float) -> None:
         """Report the outcome of an attempt on a backend; `started_at`: monotonic seconds."""
 
+    def look_again(self, backend_id: str) -> None:
+        """Ask a backend soon what it serves: that may have changed."""
+
 
 class SharedHealth(Protocol):
     """Health information shared between gateways, in addition to `Fleet`."""

@@ -73,6 +73,8 @@ class Failures:
         """Report an attempt on `backend`; one for which the request may be at fault is kept until later."""
         if attempt.outcome is Outcome.OK and self.refusals.known:
             self.refusals.answered(backend, 0)  # beside how many is not known any more
+        if attempt.outcome is Outcome.MISCONFIGURED:  # by another name than it goes by now, perhaps
+            self._fleet.look_again(backend.id)
         if attempt.outcome not in _UNCLEAR:
             self._fleet.report(backend.id, attempt.outcome, attempt.detail, attempt.started_at)
             return

@@ -193,6 +193,11 @@ class Prober:
         else:
             self._observe(backend_id, Attempt(outcome, detail, started_at))
 
+    def look_again(self, backend_id: str) -> None:
+        """See `ports.Fleet.look_again`. Ignored if the backend is no longer probed."""
+        if backend_id in self._looks:
+            self._looks[backend_id].set()
+
     def put_out(self, backend_id: str, reason: str) -> None:
         """See `ports.BoxFleet.put_out`."""
         self._set(backend_id, put_out(self._statuses[backend_id], self._clock.now(), reason))
@@ -320,7 +325,9 @@ class Prober:
                 found = await _models(asker, rules)
                 await self._learn(name, found)
                 is_told = isinstance(found, ProbeOk) and found.version is not None
-                wait_s = rules.models_every_s if is_told else rules.models_every_s / 10
+                is_right = is_told and not self._statuses[name].model_error
+                wait_s = rules.models_every_s if is_right else rules.models_every_s / 10
+            await anyio.sleep(rules.interval_s)  # however many requests it refuses meanwhile
 
     async def _paced(self, name: str, what: str, step: Callable[[], Awaitable[None]]) -> None:
         """Run `step` once per interval, or less often if it takes longer than that."""

@@ -1915,6 +1915,17 @@ async def test_a_deadline_that_is_none_is_ignored(world: World, header: str) -> 
     assert caller.status == 200
 
 
+async def test_backends_that_do_not_know_a_model_are_asked_what_they_serve(world: World) -> None:
+    """Their server may have loaded another one. Having failed everywhere, it counts against none of them."""
+    world.answers(light_0=Script(status=404), light_1=Script(status=404), push=Script(status=404))
+
+    await world.run_to_any_end(world.request())
+
+    tried = [target.backend.id for target in world.upstream.targets]
+    assert world.fleet.looks == tried
+    assert {outcome for _, outcome in world.fleet.reports} == {Outcome.REJECTED}
+
+
 async def test_a_dead_fleet_is_503_with_retry_after(world: World) -> None:
     world.fleet.known = {name: BackendStatus(state=State.DOWN) for name in world.policy.backends}
 

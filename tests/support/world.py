@@ -155,12 +155,16 @@ class Fleet:
 
     known: dict[str, BackendStatus] = field(default_factory=dict)
     reports: list[tuple[str, Outcome]] = field(default_factory=list)
+    looks: list[str] = field(default_factory=list)
 
     def statuses(self) -> Mapping[str, BackendStatus]:
         return self.known
 
     def report(self, backend_id: str, outcome: Outcome, detail: str, started_at: float) -> None:
         self.reports.append((backend_id, outcome))
+
+    def look_again(self, backend_id: str) -> None:
+        self.looks.append(backend_id)
 
 
 @dataclass

@@ -763,3 +763,27 @@ async def test_another_model_is_looked_for_at_once(clock: Clock, fake_engine: En
         await fleet.wait_for(lambda statuses: statuses["a"].model_error == "serves gemma, not other")
         fleet.update({"a": backend("a", engine.url)}, rules, secrets={"a": "key"}, tls=nothing)
         await fleet.wait_for(lambda statuses: statuses["a"].model_error == "")
+
+
+async def test_one_that_may_serve_another_model_is_asked_at_once(clock: Clock, fake_engine: Engines) -> None:
+    rules = replace(QUICK, models_every_s=3600.0)
+    async with fake_engine() as engine:
+        fleet = Prober({"a": backend("a", engine.url, model=None)}, rules, clock, secrets={}, tls={})
+        async with probing(fleet):
+            await fleet.wait_for(lambda statuses: statuses["a"].served_models == ("gemma",))
+            engine.models = ("another",)
+            fleet.look_again("a")
+            await fleet.wait_for(lambda statuses: statuses["a"].served_models == ("another",))
+            fleet.look_again("gone")
+
+
+async def test_one_that_serves_the_wrong_model_is_asked_more_often(
+    clock: Clock, fake_engine: Engines
+) -> None:
+    rules = replace(QUICK, models_every_s=1.25 * PATIENCE_S)
+    async with fake_engine() as engine:
+        engine.models = ("other",)
+        async with probing(watch(clock, engine, rules)) as fleet:
+            await fleet.wait_for(lambda statuses: statuses["a"].model_error != "")
+            engine.models = ("gemma",)
+            await fleet.wait_for(lambda statuses: statuses["a"].model_error == "")
