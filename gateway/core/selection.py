@@ -14,7 +14,15 @@ from itertools import islice
 from gateway.core import admission, versions
 from gateway.core.backends import Backend, Capacity, Pool
 from gateway.core.decision import Candidate, Exclusion, Objection, Ranking
-from gateway.core.health import PROBATION_SEQS, BackendStatus, State, accepts, is_last_resort, usable
+from gateway.core.health import (
+    PROBATION_SEQS,
+    BackendStatus,
+    State,
+    accepts,
+    is_last_resort,
+    may_be_tried,
+    usable,
+)
 from gateway.core.load import NO_LOAD, UNLIMITED, Demand, Load
 from gateway.core.policy import Policy, TrafficClass, Weights
 from gateway.core.quirks.context_buckets import stalls
@@ -87,6 +95,16 @@ def with_refusals(views: Mapping[str, BackendView], refused: Iterable[str]) -> M
     """Return the views for a request that these backends have refused because of load."""
     seen = {name: replace(views[name], seqs_max=views[name].takes) for name in refused if name in views}
     return {**views, **seen}
+
+
+def with_trials(views: Mapping[str, BackendView], now: float) -> Mapping[str, BackendView]:
+    """Return the views for a request that no backend takes: ejected ones may be tried, as in probation."""
+    tried = {
+        name: replace(view, status=replace(view.status, state=State.PROBATION))
+        for name, view in views.items()
+        if may_be_tried(view.status, now)
+    }
+    return {**views, **tried} if tried else views
 
 
 @lru_cache(maxsize=256)

@@ -87,13 +87,17 @@ class Failures:
         """Report the remaining attempts. If several backends refused the request, the request is at fault.
 
         A request that was tried on one backend only counts against it once: if the caller repeats it and it
-        fails again, the request is at fault. Attempts of a request that crashed an engine always count.
+        fails again, the request is at fault. Attempts of a request that crashed an engine always count. So do
+        those on an ejected backend whose probes fail as well: it is the backend that is at fault.
         """
         left = context.unreported
         if not left:
             return
         if not context.crashes and (len(left) > 1 or self._is_repeated(context, left[0])):
-            context.unreported = [replace(one, outcome=Outcome.REJECTED) for one in left]
+            context.unreported = [
+                one if self._is_unwell(one.backend) else replace(one, outcome=Outcome.REJECTED)
+                for one in left
+            ]
         self._report(context)
 
     def doubting(
@@ -129,6 +133,10 @@ class Failures:
         for attempt in context.unreported:
             self._fleet.report(attempt.backend, attempt.outcome, attempt.detail, attempt.started_at)
         context.unreported.clear()
+
+    def _is_unwell(self, name: str) -> bool:
+        status = self._fleet.statuses().get(name, NOT_PROBED)
+        return status.state is State.EJECTED and status.probe_fault is not None
 
     def _is_repeated(self, context: RequestContext, attempt: AttemptRecord) -> bool:
         if attempt.outcome is not Outcome.FAILED:

@@ -29,6 +29,7 @@ from gateway.core.health import (
     hang_after_s,
     is_last_resort,
     lost,
+    may_be_tried,
     put_out,
     retry_after_s,
     served_name,
@@ -870,6 +871,66 @@ def test_whatever_happened_a_working_backend_comes_back(script: list[tuple[float
     for _ in range(3):
         status = advance(status, SERVED, now + 300.0, RULES)
     assert status.state is State.UP
+
+
+def ejected(*events: tuple[float, Event]) -> BackendStatus:
+    """Return the status of a backend that was ejected at 10 for failed requests, after what came later."""
+    return play((0, OK), *[(10, FAILED)] * 3, *events)[-1]
+
+
+UNWELL = ProbeFailed(ProbeFault.STATUS, "/health: HTTP 503")
+
+
+def trial(outcome: Outcome, began_at: float) -> Attempt:
+    return Attempt(outcome, "HTTP 500", began_at)
+
+
+def test_one_that_is_ejected_may_be_tried_while_it_answers_probes() -> None:
+    assert may_be_tried(ejected(), 10.0)
+    assert may_be_tried(ejected((11, OK)), 11.0)
+    assert may_be_tried(ejected((11, UNWELL)), 11.0)
+    assert not may_be_tried(ejected((11, TIMEOUT)), 11.0)
+    assert not may_be_tried(ejected((11, sample(5, asleep=True))), 11.0)
+    assert not may_be_tried(play((0, OK))[-1], 0.0)
+
+
+def test_one_whose_trials_fail_rests_between_them() -> None:
+    failed = [(11, trial(Outcome.FAILED, 10.5))] * 3
+    status = ejected(*failed)
+
+    assert [may_be_tried(status, now) for now in (11.0, 15.9, 16.0)] == [False, False, True]
+    assert (status.ejections, status.ejected_until) == (1, 15.0)
+    assert not may_be_tried(ejected(*failed, (16, trial(Outcome.FAILED, 16.0))), 20.9)
+    assert may_be_tried(ejected(*failed, (16, trial(Outcome.OK, 16.0))), 16.0)
+
+
+def test_trials_that_failed_before_it_answered_probes_again_do_not_count() -> None:
+    failed = [(11, trial(Outcome.FAILED, 10.5))] * 3
+
+    assert not may_be_tried(ejected((11, UNWELL), *failed, (12, UNWELL)), 12.0)
+    assert may_be_tried(ejected((11, UNWELL), *failed, (12, OK)), 12.0)
+    assert not may_be_tried(ejected(*failed, (12, OK)), 12.0)
+
+
+def test_what_fails_late_is_no_failed_trial() -> None:
+    status = ejected(*[(11, trial(Outcome.FAILED, 9.5))] * 3)
+
+    assert may_be_tried(status, 11.0)
+
+
+def test_trials_that_succeed_in_a_row_end_the_penalty() -> None:
+    again: list[tuple[float, Event]] = [(15, OK), (15, FAILED)]  # out for another 10 s
+    good, bad, late = (trial(Outcome.OK, 16.0), trial(Outcome.FAILED, 16.0), trial(Outcome.OK, 14.0))
+
+    for trials, state in (
+        ([good, good, good], State.PROBATION),
+        ([good, good], State.EJECTED),
+        ([good, good, bad, good], State.EJECTED),
+        ([late, late, late], State.EJECTED),
+    ):
+        status = ejected(*again, *[(17, one) for one in trials])
+        assert status.state is State.EJECTED
+        assert advance(status, OK, 17.0, RULES).state is state
 
 
 @pytest.mark.parametrize("word", [*State, "three failures", "process_start_time_seconds"])

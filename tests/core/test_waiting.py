@@ -15,7 +15,7 @@ from gateway.core import admission, selection
 from gateway.core.backends import Backend, Capacity, Gates, JobRoom, KneeStep, Modalities, Pool
 from gateway.core.decision import Exclusion
 from gateway.core.facts import Blocked
-from gateway.core.health import BackendStatus, State
+from gateway.core.health import BackendStatus, ProbeFault, State
 from gateway.core.kv import KvFormula
 from gateway.core.load import UNLIMITED, Demand, Load
 from gateway.core.perf import PerfModel
@@ -2801,6 +2801,69 @@ def test_who_finds_no_backend_is_told_when_the_first_may_be_back(
     assert [(one.reason, one.retry_after_s) for one in site.turn().refused] == [
         (Reason.NO_BACKEND, retry_after_s)
     ]
+
+
+EJECTED = replace(UP, state=State.EJECTED, ejected_until=90.0)
+
+
+def test_who_finds_no_backend_is_tried_on_ejected_ones_a_few_at_a_time() -> None:
+    site = Site(knee=5)
+    site.status = {"light": EJECTED, "push": DOWN}
+    for name in ("a", "b", "c"):
+        site.enter(name, traffic_class=EITHER)
+
+    turn = site.turn()
+
+    assert [(offer.ticket.id, offer.candidates[0].backend) for offer in turn.offers] == [
+        ("a", "light"),
+        ("b", "light"),
+    ]
+    assert [(refused.id, refused.reason) for refused in turn.refused] == [("c", Reason.NO_BACKEND)]
+
+
+@pytest.mark.parametrize(
+    "light",
+    [
+        replace(EJECTED, probe_fault=ProbeFault.TIMEOUT),
+        replace(EJECTED, own_failures=(-2.0, -1.0, 0.0)),  # all its trials have failed
+        replace(EJECTED, served_models=("gemma", "other")),  # which one is wanted is not known
+        replace(EJECTED, state=State.HUNG),
+    ],
+)
+def test_who_finds_no_backend_is_tried_on_none_that_would_fail(light: BackendStatus) -> None:
+    site = Site()
+    site.status = {"light": light, "push": DOWN}
+    site.enter("a", traffic_class=EITHER)
+
+    assert [refused.reason for refused in site.turn().refused] == [Reason.NO_BACKEND]
+
+
+def test_nobody_is_tried_on_an_ejected_one_while_another_is_up() -> None:
+    site = Site()
+    site.status = {"light": EJECTED, "push": UP}
+    site.loads["push"] = Load(seqs=10, share=admission.WHOLE)
+    site.enter("a", traffic_class=EITHER)
+
+    turn = site.turn()
+
+    assert (list(turn.offers), list(turn.refused)) == ([], [])
+
+
+def test_no_job_is_tried_on_an_ejected_one() -> None:
+    site = Site()
+    site.status = {"light": EJECTED, "push": DOWN}
+    site.enter("a", traffic_class=EITHER, is_job=True)
+
+    assert [refused.reason for refused in site.turn().refused] == [Reason.NO_BACKEND]
+
+
+def test_who_failed_on_an_ejected_one_is_not_tried_there_again() -> None:
+    site = Site()
+    site.status = {"light": EJECTED, "push": EJECTED}
+    site.enter("a", traffic_class=EITHER, failed=frozenset({"light"}))
+    (offer,) = site.turn().offers
+
+    assert [one.backend for one in offer.candidates] == ["push"]
 
 
 def test_one_that_could_never_take_a_request_says_nothing_of_when_to_come_back() -> None:

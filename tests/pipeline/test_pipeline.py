@@ -51,7 +51,7 @@ from gateway.core.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from gateway.core.health import PROBATION_SEQS, BackendStatus, EngineSample, Outcome, State
+from gateway.core.health import PROBATION_SEQS, BackendStatus, EngineSample, Outcome, ProbeFault, State
 from gateway.core.load import Demand, Load
 from gateway.core.policy import Bound, Comparison, Policy, RetryPolicy, TrafficClass, Waiting, When
 from gateway.core.refusals import REFUSED_S
@@ -1924,6 +1924,35 @@ async def test_backends_that_do_not_know_a_model_are_asked_what_they_serve(world
     tried = [target.backend.id for target in world.upstream.targets]
     assert world.fleet.looks == tried
     assert {outcome for _, outcome in world.fleet.reports} == {Outcome.REJECTED}
+
+
+async def test_who_finds_only_ejected_backends_is_tried_there(world: World) -> None:
+    out = BackendStatus(state=State.EJECTED, served_models=("served",), ejected_until=90.0)
+    world.fleet.known = dict.fromkeys(world.policy.backends, out)
+    world.answers(light_0=Script(status=500), light_1=GOOD)
+
+    caller = await world.run(world.request())
+
+    assert (caller.status, caller.headers["x-gateway-backend"]) == (200, "light-1")
+    assert world.fleet.reports == [("light-0", Outcome.FAILED), ("light-1", Outcome.OK)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome"),
+    [(None, Outcome.REJECTED), (ProbeFault.STATUS, Outcome.FAILED)],
+    ids=["well", "unwell"],
+)
+async def test_what_all_ejected_backends_fail_counts_where_probes_fail_too(
+    world: World, fault: ProbeFault | None, outcome: Outcome
+) -> None:
+    """Otherwise none of them would ever rest, and no caller would be told when to ask again."""
+    out = BackendStatus(state=State.EJECTED, served_models=("served",), probe_fault=fault)
+    world.fleet.known = dict.fromkeys(world.policy.backends, out)
+    world.answers(light_0=Script(status=500), light_1=Script(status=500), push=Script(status=500))
+
+    await world.run_to_any_end(world.request())
+
+    assert {reported for _, reported in world.fleet.reports} == {outcome}
 
 
 async def test_a_dead_fleet_is_503_with_retry_after(world: World) -> None:

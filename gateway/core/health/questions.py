@@ -1,6 +1,6 @@
 """Questions about a backend's health: may it get requests, what are others told, when has it hung?"""
 
-from gateway.core.health.vocabulary import BackendStatus, HealthRules, State, Verdict
+from gateway.core.health.vocabulary import BackendStatus, HealthRules, ProbeFault, State, Verdict
 from gateway.core.perf import PerfModel
 
 PROBATION_SEQS = 2
@@ -9,6 +9,16 @@ PROBATION_SEQS = 2
 PROBED_WITHIN_S = 1.0
 """Time added to a penalty, since only a probe ends it: the default interval of probes
 (`HealthRules.interval_s`)."""
+
+_ANSWERED = frozenset({None, ProbeFault.STATUS})
+"""How the last probe of a backend that answers requests may have ended: what is before an engine may answer
+`/health` with an error of its own."""
+
+TRIALS_FAILED_MAX = HealthRules().failures_max
+"""Failed trials of an ejected backend after which it rests: as many failures as eject one."""
+
+TRIALS_PAUSE_S = HealthRules().penalty_s
+"""How long it rests after each failure then: as long as if it were ejected for the first time."""
 
 RETRY_AFTER_UNKNOWN_MAX_S = 10.0
 """Limit on `Retry-After` where nothing tells when a backend will be up. A choice: a person who waits for an
@@ -48,7 +58,8 @@ def retry_after_s(status: BackendStatus, now: float) -> float:
 
     That is when its penalty is over and it has been probed: an ejection's, or that of a hang whose requests
     have left. All other outages have no known end: each is expected to last as long again as it has lasted,
-    and at most `RETRY_AFTER_UNKNOWN_MAX_S`.
+    and at most `RETRY_AFTER_UNKNOWN_MAX_S`. An ejected one may be tried before (`may_be_tried`), but not with
+    all requests.
     """
     engine = status.engine
     is_idle = engine is not None and engine.running + engine.waiting == 0
@@ -66,6 +77,18 @@ def is_last_resort(status: BackendStatus) -> bool:
     limits the damage.
     """
     return status.state is State.UNKNOWN
+
+
+def may_be_tried(status: BackendStatus, now: float) -> bool:
+    """Return whether a request that no other backend takes may be tried there, although it is ejected.
+
+    It answers probes, if only with an error, so that some of the requests may succeed. If its trials fail, it
+    rests between them.
+    """
+    if status.state is not State.EJECTED or status.is_asleep or status.probe_fault not in _ANSWERED:
+        return False
+    failed = status.own_failures
+    return len(failed) < TRIALS_FAILED_MAX or now - failed[-1] >= TRIALS_PAUSE_S
 
 
 def verdict(status: BackendStatus, now: float, rules: HealthRules) -> Verdict | None:

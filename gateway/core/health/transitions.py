@@ -181,6 +181,8 @@ def _probe_ok(status: BackendStatus, now: float, rules: HealthRules) -> BackendS
             return _on_probation(status, now, f"answers again, after {away_s:.0f} s")
         case State.EJECTED if now >= status.ejected_until:
             return _on_probation(status, now, f"penalty over; last error: {status.last_error}")
+        case State.EJECTED if away_s > 0:
+            return replace(status, own_failures=())  # trials that failed meanwhile say nothing any more
         case State.DRAINING if now - status.since >= rules.drain_s:
             return _on_probation(
                 status, now, f"said it was stopping, but still answers {rules.drain_s:.0f} s later"
@@ -375,6 +377,9 @@ def _attempt_not_ok(status: BackendStatus, event: Attempt, now: float, rules: He
         return status  # lost with those for which it was taken out
     if event.outcome is Outcome.DRAINING:
         return _attempt_drained(status, event.detail, now)
+    if event.outcome.is_fault and status.state is State.EJECTED and event.started_at >= status.since:
+        failed = (*_recent(status.own_failures, now, rules), now)
+        status = replace(status, successes=0, own_failures=failed[-rules.failures_max :])
     if event.outcome.is_fault:
         return _attempt_failed(status, event.outcome, event.detail, now, rules)
     return status  # REJECTED, UNFIT, CANCELLED, BUSY: not faults
@@ -391,7 +396,19 @@ def _attempt_ok(status: BackendStatus, event: Attempt, now: float, rules: Health
     )
     if status.state is State.UNKNOWN and event.started_at >= status.tried_since:
         return _enter(replace(status, was_up=True), State.UP, now, "served a request")
+    if status.state is State.EJECTED and event.started_at >= status.since:
+        return _trial_ok(status, now, rules)
     return _succeeded(status, 1, now, rules)
+
+
+def _trial_ok(status: BackendStatus, now: float, rules: HealthRules) -> BackendStatus:
+    """Return the status of an ejected backend that has answered a request that no other took.
+
+    As many as end a probation, in a row, end its penalty: the next good probe begins the probation.
+    """
+    done = status.successes + 1
+    until = min(status.ejected_until, now) if done >= rules.probation_successes else status.ejected_until
+    return replace(status, successes=done, ejected_until=until)
 
 
 def _succeeded(status: BackendStatus, served: int, now: float, rules: HealthRules) -> BackendStatus:
@@ -446,7 +463,7 @@ def _ejected(
     status: BackendStatus, reason: str, now: float, rules: HealthRules, *, is_shunned: bool = False
 ) -> BackendStatus:
     status = _with_penalty(status, now, now, rules)
-    status = replace(status, recent_failures=(), own_failures=(), is_shunned=is_shunned)
+    status = replace(status, recent_failures=(), own_failures=(), successes=0, is_shunned=is_shunned)
     penalty_s = status.ejected_until - now
     return _enter(status, State.EJECTED, now, f"{reason}; out for at least {penalty_s:.0f} s")
 
@@ -499,6 +516,7 @@ def _heard(
         ejected_until=until,
         recent_failures=(),
         own_failures=(),
+        successes=0,
         is_shunned=False,
         last_error=reason,
     )

@@ -111,7 +111,8 @@ class BackendStatus:
         last_error: The last failure, for an operator; "" if none.
         recent_failures: Monotonic seconds of failed attempts not yet forgiven, oldest first, through any
             gateway.
-        own_failures: The same through this one, which successes through others do not forgive.
+        own_failures: The same through this one, which successes through others do not forgive; of an ejected
+            one, its failed trials.
         is_shunned: Whether it was ejected for those alone, which no other gateway is told, and not up since.
         metrics_error: Why its last scrape failed, or says nothing, or "". Hangs cannot be detected without
             samples.
@@ -123,7 +124,7 @@ class BackendStatus:
         ejections: Ejections and hangs without a long enough healthy period in between; each doubles the
             penalty.
         ejected_until: When its penalty ends, in monotonic seconds.
-        successes: Successful requests in this probation.
+        successes: Successful requests in this probation; of an ejected one, trials in a row.
         progress_at: When its engine last made progress or was idle, in monotonic seconds; None before the
             first sample.
         served, failed: Successful requests and faults of this process, since the gateway started. Faults that

@@ -76,7 +76,7 @@ class Placement:
         return self._closed
 
     def place(self, entry: Entry) -> tuple[Candidate, ...] | None:
-        """Return the backends to offer, best first; () if the entry must wait; None if no backend is up."""
+        """Return the backends to offer, best first; () if the entry must wait; None if none takes it."""
         ticket = entry.ticket
         is_unproven, entry.is_unproven = entry.is_unproven, False
         is_job = ticket.demand.is_job
@@ -111,7 +111,7 @@ class Placement:
             return selection.offered(free, ticket.demand, ticket.prefix_shares)
         busy = tuple(one.backend for one in ranked if one.excluded is None or one.excluded.is_busy)
         if not busy:
-            return None
+            return self._trial(ticket)
         is_full = entry.is_full = all(self._lasts(one, _FULL) for one in ranked)
         is_foreseen = is_full or all(self._lasts(one, _FORESEEN) for one in ranked)
         if is_unproven and is_foreseen:
@@ -123,6 +123,25 @@ class Placement:
         stuck.append(_Stuck(ticket, busy, is_full, is_foreseen))
         self._wait_for(entry, [one for one in ranked if self._may_hold(ticket, one)])
         return ()
+
+    def _trial(self, ticket: Ticket) -> tuple[Candidate, ...] | None:
+        """Return the ejected backends on which to try a request that no other takes; None if there are none.
+
+        Nobody waits for them. Jobs have the time to wait until one is up, and only so many attempts.
+        """
+        seen = self._seen_by(ticket)
+        views = seen if ticket.demand.is_job else selection.with_trials(seen, self._now)
+        if views is seen:
+            return None
+        ranked = selection.rank(
+            ticket.policy, ticket.traffic_class, ticket.demand, views, failed=ticket.failed
+        )
+        closed = self._closed_to(ticket)
+        free = tuple(one for one in ranked if one.excluded is None and one.backend not in closed)
+        if not free:
+            return None
+        self._take(free[0])
+        return free
 
     def _wait_for(self, entry: Entry, busy: Sequence[Candidate]) -> None:
         if not entry.ticket.demand.is_job:
