@@ -259,7 +259,7 @@ def _history(job: Mapping[str, Any]) -> Table:
         "total time": _span(job["total_s"]) if job["ended_at"] is not None else None,
         "expires in": None if job["expires_in_s"] is None else _span(job["expires_in_s"]),
         "attempts": f"{job['attempts']}, of which {job['failures']} failed",
-        "last setback": job["setback"],
+        "last setback": job.get("setback"),  # the previous version knows of none
         "answer": f"{job['chunks']} chunks; {job['bytes']:,} bytes kept, including its request",
         "error": None if error is None else f"{error['code']}: {error['message']}",
     }

@@ -1,5 +1,6 @@
 """Commands that ask another process over HTTP: whom they trust, and what they say of a foreign answer."""
 
+import json
 import ssl
 from collections.abc import Iterator
 from functools import partial
@@ -77,6 +78,20 @@ def test_a_host_that_cannot_be_a_name_is_an_error_of_one_line(arguments: list[st
     assert (result.exit_code, result.exc_info and result.exc_info[0]) == (1, SystemExit)
     assert url in result.output
     assert result.output.count("\n") == 1
+
+
+async def test_a_job_is_shown_by_a_gateway_of_the_previous_version() -> None:
+    age = {"created_at": 1795362639.0, "age_s": 5.0, "started_at": None, "ended_at": None, "total_s": 5.0}
+    place = {"lane": "m/light", "priority": "normal", "position": 3, "rests_s": None, "running_s": None}
+    tried = {"attempts": 1, "failures": 1, "chunks": 0, "bytes": 17, "error": None}
+    unset = {"key": None, "batch": None, "worker": None, "expires_in_s": None}
+    body = json.dumps({"id": "resp_a", "status": "queued", **age, **place, **tried, **unset})
+    page = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n{body}"
+    async with raw_server(always(page.encode())) as other:
+        run = partial(CliRunner().invoke, main, ["jobs", "show", "resp_a", "--admin", other.url])
+        result = await anyio.to_thread.run_sync(run)
+    assert result.exit_code == 0, result.exc_info
+    assert "queued, place 3 in its lane" in result.output
 
 
 @pytest.mark.parametrize(
