@@ -381,8 +381,8 @@ def unowned(found: frozenset[str], now: float) -> Box | None:
 def is_outdated(told: Box, known: Box) -> bool:
     """Return whether a state that the store has is older than the one that a process knows.
 
-    So it is after a restart from an old snapshot. Numbers of ownerships rise, and so do those of an owner's
-    orders.
+    So it is after a restart from an old snapshot, or a failover to a lagging replica. Numbers of ownerships
+    rise, and so do those of an owner's orders.
     """
     return told.fence > 0 and (told.fence, told.number) < (known.fence, known.number)
 

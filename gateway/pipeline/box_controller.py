@@ -552,12 +552,18 @@ class BoxController:
 
 
 def _adopt(kept: _Kept, state: str, now: float) -> None:
-    """Adopt the state on a box's board, unless this process, its new owner, knows a newer one."""
+    """Adopt the state on a box's board, unless this process knows a newer one.
+
+    While another process owns the box, only one of the same ownership is known to be newer: a store that has
+    lost its data may number ownerships anew.
+    """
     if state != kept.told:  # an owner that has died says nothing new
         kept.told, kept.told_box = state, read(state, now)
     told = kept.told_box
-    if told is not None and not (kept.fence and is_outdated(told, kept.box)):
-        kept.box = told
+    if told is not None:
+        is_comparable = kept.fence > 0 or told.fence == kept.box.fence
+        if not (is_comparable and is_outdated(told, kept.box)):
+            kept.box = told
     kept.swaps.observe(kept.box)  # a swap is counted by the owner that completes it
 
 

@@ -787,6 +787,35 @@ async def test_an_order_in_an_old_snapshot_of_the_store_is_not_repeated(
             await board.aclose()
 
 
+async def test_what_a_replica_that_lags_says_of_a_box_is_not_believed_by_who_takes_it_over() -> None:
+    machine = Machine(inside=set())
+    was = Box(
+        State.RESIDENT, machine.now - 300, backend="qwen", resident_since=machine.now - 300, number=7, fence=1
+    )
+    boots = Box(State.BOOTING, machine.now, backend="gemma", number=9, fence=1)
+    other, one = await say(machine, boots), Process(machine)
+    async with run(one):
+        await one.is_at(State.BOOTING, "gemma")
+        await other.sync("spark", fence=1, state=written(was, machine.now), note="")
+        for _ in range(3):  # its owner has died with the server that it had told
+            await one.another_look()
+        assert one.at == (State.BOOTING, "gemma")
+        await other.leave("spark")
+        await one.is_at(State.RESIDENT, "gemma")
+        assert machine.orders == ["start gemma"]
+
+
+async def test_a_store_that_numbers_ownerships_anew_is_believed() -> None:
+    machine = Machine()
+    box = Box(State.RESIDENT, machine.now, backend="qwen", number=9, fence=2)
+    other, one = await say(machine, box), Process(machine)
+    async with run(one):
+        await one.is_at(State.RESIDENT, "qwen")
+        drains = replace(box, state=State.DRAINING, target="gemma", number=1, fence=1)
+        await other.sync("spark", fence=1, state=written(drains, machine.now), note="")
+        await one.is_at(State.DRAINING, "qwen")
+
+
 async def test_a_model_that_restarts_by_itself_is_checked_before_it_serves_on() -> None:
     machine = Machine()
     one = Process(machine)
