@@ -146,7 +146,7 @@ class Box:
         target: While draining and stopping, whose model comes in next.
         cause: Why it is swapping.
         pending: While stopping, backends to stop after `backend`; while failed, those being stopped.
-        number: Of the latest order.
+        number: Of the latest order or new state: rises with each.
         fence: The number of the ownership under which that was; 0 if unknown.
         is_started: While booting, whether the start command has succeeded; while stopping, whether the
             target is in already.
@@ -382,7 +382,7 @@ def is_outdated(told: Box, known: Box) -> bool:
     """Return whether a state that the store has is older than the one that a process knows.
 
     So it is after a restart from an old snapshot, or a failover to a lagging replica. Numbers of ownerships
-    rise, and so do those of an owner's orders.
+    rise, and so do those of an owner's orders and states.
     """
     return told.fence > 0 and (told.fence, told.number) < (known.fence, known.number)
 
@@ -394,9 +394,9 @@ def left_alone(box: Box, now: float) -> Box:
     """
     if box.state is not State.DRAINING or box.backend in box.quarantine:
         return box
-    return _enter(
-        replace(box, target="", cause=Cause.NOTHING), State.RESIDENT, now, "the store is unavailable"
-    )
+    box = replace(box, target="", cause=Cause.NOTHING)
+    left = _enter(box, State.RESIDENT, now, "the store is unavailable")
+    return replace(left, number=box.number)  # what its owner says next is no older
 
 
 # ------------------------------------------------------------------ transitions
@@ -421,7 +421,10 @@ _INSPECTING = frozenset({State.UNKNOWN, State.BOOTING, State.FAILED})
 
 
 def _enter(box: Box, state: State, now: float, reason: str) -> Box:
-    return replace(box, state=state, since=now, reason=reason, tries=0, failure="", retry_at=None)
+    number = box.number + 1
+    return replace(
+        box, state=state, since=now, reason=reason, number=number, tries=0, failure="", retry_at=None
+    )
 
 
 def _order(box: Box, task: Task, backend: str = "") -> Step:

@@ -805,6 +805,35 @@ async def test_what_a_replica_that_lags_says_of_a_box_is_not_believed_by_who_tak
         assert machine.orders == ["start gemma"]
 
 
+async def test_a_drain_is_known_though_a_replica_that_lags_has_not_heard_of_it() -> None:
+    machine = Machine()
+    one, other = Process(machine, board=BoardAway(machine), rules=SLOW_RULES), Process(machine, "other")
+    async with at_work(one, other):
+        was = machine.shared["spark"].state
+        await one.is_due_to_swap()
+        await other.is_at(State.DRAINING, "qwen")
+        machine.is_away = True  # for the owner
+        machine.shared["spark"].state = was
+        for _ in range(6):  # of either process
+            await other.another_look()
+        assert other.at == (State.DRAINING, "qwen")
+
+
+async def test_a_drain_that_was_called_off_without_a_store_goes_on_as_its_owner_says() -> None:
+    machine = Machine()
+    drains = Box(State.DRAINING, machine.now, backend="qwen", target="gemma", number=7, fence=1)
+    other, one = await say(machine, drains), Process(machine, board=BoardAway(machine))
+    async with run(one):
+        await one.is_at(State.DRAINING, "qwen")
+        machine.is_away = True
+        await one.until(lambda: one.snapshot.waits_for == "the store, which does not answer")
+        machine.now += STORE_LOST_S + 1
+        await one.is_at(State.RESIDENT, "qwen")
+        machine.is_away = False
+        await other.sync("spark", fence=1, state=written(drains, machine.now), note="")
+        await one.is_at(State.DRAINING, "qwen")
+
+
 async def test_a_store_that_numbers_ownerships_anew_is_believed() -> None:
     machine = Machine()
     box = Box(State.RESIDENT, machine.now, backend="qwen", number=9, fence=2)
