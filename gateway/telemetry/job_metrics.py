@@ -4,6 +4,7 @@ A lane is a model and a class of the configuration, so labels are bounded.
 """
 
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -42,31 +43,26 @@ class JobMetrics:
         """
         self._lanes = lanes
         registry.register(Before(self._begin))
-        self.attempts = Counter(
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        self.attempts = counter(
             "gateway_job_attempts",
             "Finished attempts at jobs by this process's worker, by how they began and ended.",
             ("lane", "beginning", "outcome"),
-            registry=registry,
         )
-        self.ended = Counter(
-            "gateway_jobs_ended",
-            "Jobs ended by this process's worker, by status.",
-            ("lane", "status"),
-            registry=registry,
+        self.ended = counter(
+            "gateway_jobs_ended", "Jobs ended by this process's worker, by status.", ("lane", "status")
         )
-        self.queued = Histogram(
+        self.queued = histogram(
             "gateway_job_queue_seconds",
             "Time from a job's acceptance until a worker first takes it, in seconds.",
             ("lane",),
             buckets=QUEUE_BUCKETS_S,
-            registry=registry,
         )
-        self.duration = Histogram(
+        self.duration = histogram(
             "gateway_job_duration_seconds",
             "Time from a job's acceptance until a worker ends it, in seconds.",
             ("lane",),
             buckets=DURATION_BUCKETS_S,
-            registry=registry,
         )
         registry.register(AtScrape(lambda: _queue(snapshot(), lanes(), now())))
 

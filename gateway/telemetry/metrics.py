@@ -8,6 +8,7 @@ value that a caller can choose.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -38,25 +39,8 @@ OVERHEAD_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025
 requests to long documents, and stalls."""
 
 QUEUE_BUCKETS_S = (
-    0.001,
-    0.01,
-    0.1,
-    0.3,
-    0.6,
-    1.2,
-    2.5,
-    5,
-    10,
-    30,
-    60,
-    120,
-    300,
-    600,
-    900,
-    1800,
-    3600,
-    7200,
-    14400,
+    *(0.001, 0.01, 0.1, 0.3, 0.6, 1.2, 2.5, 5, 10, 30),
+    *(60, 120, 300, 600, 900, 1800, 3600, 7200, 14400),
 )
 """Buckets of waits. A choice: the default waits of the classes (1.2, 600 and 900 s) are among them."""
 
@@ -97,165 +81,118 @@ class Metrics:
         """Start at zero."""
         self.registry = CollectorRegistry(auto_describe=True)
         registry = self.registry
+        counters, histograms = partial(Counters, registry=registry), partial(Histograms, registry=registry)
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         self._noted: dict[tuple[str, str, str], list[_Figures]] = {}  # by class, pool and backend
         self._paces: dict[tuple[str, str], list[_Pace]] = {}  # of streams, by class and backend
         self._noted_count = 0
         registry.register(Before(self._count_noted))
-        self.requests = Counters(
+        self.requests = counters(
             "gateway_requests",
             "Requests that have ended, by how they ended.",
             ("traffic_class", "pool", "backend", "ending", "code"),
-            registry=registry,
         )
-        self.attempts = Counters(
-            "gateway_attempts",
-            "Attempts on a backend, by outcome.",
-            ("backend", "outcome"),
-            registry=registry,
+        self.attempts = counters(
+            "gateway_attempts", "Attempts on a backend, by outcome.", ("backend", "outcome")
         )
-        self.refusals = Counters(
+        self.refusals = counters(
             "gateway_exclusions",
             "Times an arriving request passed over a backend, by reason.",
             ("backend", "reason"),
-            registry=registry,
         )
-        self.spills = Counters(
-            "gateway_spills",
-            "Requests served by a later pool of their class.",
-            ("traffic_class", "pool"),
-            registry=registry,
+        self.spills = counters(
+            "gateway_spills", "Requests served by a later pool of their class.", ("traffic_class", "pool")
         )
         labels = ("traffic_class", "backend")
-        self.ttft = Histograms(
+        self.ttft = histograms(
             "gateway_time_to_first_token_seconds",
             "Time from a streamed request's arrival to its first token, in seconds.",
             labels,
             buckets=TTFT_BUCKETS_S,
-            registry=registry,
         )
-        self.first_tokens = Counters(
+        self.first_tokens = counters(
             "gateway_first_tokens",
             "First tokens of streams, by whether they were on time.",
             (*labels, "timeliness"),
-            registry=registry,
         )
-        self.tpot = Histograms(
+        self.tpot = histograms(
             "gateway_time_per_output_token_seconds",
             "Mean time per output token after the first, per streamed request, in seconds.",
             labels,
             buckets=TPOT_BUCKETS_S,
-            registry=registry,
         )
-        self.duration = Histograms(
+        self.duration = histograms(
             "gateway_request_duration_seconds",
             "Time from a request's arrival to the last byte of its answer, in seconds.",
             labels,
             buckets=DURATION_BUCKETS_S,
-            registry=registry,
         )
-        self.estimating = Histograms(
+        self.estimating = histograms(
             "gateway_estimate_seconds",
             "Time from a request's arrival until its body was there and its prompt counted, in seconds.",
             buckets=OVERHEAD_BUCKETS_S,
-            registry=registry,
         )
-        self.waiting_time = Histograms(
+        self.waiting_time = histograms(
             "gateway_queue_seconds",
             "Time from the routing decision to a slot on a backend, in seconds.",
             ("traffic_class",),
             buckets=QUEUE_BUCKETS_S,
-            registry=registry,
         )
-        self.prompt_tokens = Histograms(
+        self.prompt_tokens = histograms(
             "gateway_prompt_tokens",
             "Estimated prompt length, in tokens.",
             ("traffic_class",),
             buckets=PROMPT_BUCKETS,
-            registry=registry,
         )
-        self.estimate_error = Histograms(
+        self.estimate_error = histograms(
             "gateway_estimate_error_ratio",
             "Error of the token estimate: (reported - estimated) / estimated.",
             ("backend",),
             buckets=ERROR_BUCKETS,
-            registry=registry,
         )
-        self.tokens_in = Counters(
-            "gateway_input_tokens",
-            "Prompt tokens, as reported by the backend.",
-            labels,
-            registry=registry,
+        self.tokens_in = counters(
+            "gateway_input_tokens", "Prompt tokens, as reported by the backend.", labels
         )
-        self.tokens_out = Counters(
-            "gateway_output_tokens",
-            "Generated tokens, as reported by the backend.",
-            labels,
-            registry=registry,
+        self.tokens_out = counters(
+            "gateway_output_tokens", "Generated tokens, as reported by the backend.", labels
         )
-        self.state_changes = Counter(
-            "gateway_backend_state_changes",
-            "Changes of a backend into a state.",
-            ("backend", "state"),
-            registry=registry,
+        self.state_changes = counter(
+            "gateway_backend_state_changes", "Changes of a backend into a state.", ("backend", "state")
         )
-        self.restarts = Counter(
-            "gateway_backend_restarts",
-            "Engine restarts detected.",
-            ("backend",),
-            registry=registry,
-        )
-        self.config_info = Gauge(
-            "gateway_config_info", "1 for the configuration in force.", ("version",), registry=registry
-        )
-        self.reloads = Counter(
-            "gateway_config_reloads",
-            "Configurations loaded at run time, by outcome.",
-            ("outcome",),
-            registry=registry,
+        self.restarts = counter("gateway_backend_restarts", "Engine restarts detected.", ("backend",))
+        self.config_info = gauge("gateway_config_info", "1 for the configuration in force.", ("version",))
+        self.reloads = counter(
+            "gateway_config_reloads", "Configurations loaded at run time, by outcome.", ("outcome",)
         )
         for outcome in ("applied", "refused"):
             self.reloads.labels(outcome)
-        self.config_successful = Gauge(
+        self.config_successful = gauge(
             "gateway_config_last_reload_successful",
             "1 if the configuration loaded last is in force, 0 if it was refused.",
-            registry=registry,
         )
-        self.restart_needed = Gauge(
-            "gateway_config_restart_needed",
-            "1 while changes of the configuration wait for a restart.",
-            registry=registry,
+        self.restart_needed = gauge(
+            "gateway_config_restart_needed", "1 while changes of the configuration wait for a restart."
         )
-        self.config_loaded_at = Gauge(
+        self.config_loaded_at = gauge(
             "gateway_config_last_reload_success_timestamp_seconds",
             "When the configuration in force was loaded, in Unix seconds.",
-            registry=registry,
         )
-        self.traces = Counter(
-            "gateway_traces", "Requests kept as a trace, by reason.", ("reason",), registry=registry
+        self.traces = counter("gateway_traces", "Requests kept as a trace, by reason.", ("reason",))
+        self.decisions = counter(
+            "gateway_decisions", "Requests for the decision log, by outcome.", ("outcome",)
         )
-        self.decisions = Counter(
-            "gateway_decisions",
-            "Requests for the decision log, by outcome.",
-            ("outcome",),
-            registry=registry,
+        self.webhooks = counter(
+            "gateway_webhooks", "Attempts to deliver a webhook, by outcome.", ("endpoint", "outcome")
         )
-        self.webhooks = Counter(
-            "gateway_webhooks",
-            "Attempts to deliver a webhook, by outcome.",
-            ("endpoint", "outcome"),
-            registry=registry,
-        )
-        self.webhooks_pending = Gauge(
+        self.webhooks_pending = gauge(
             "gateway_webhooks_pending",
             "Webhook deliveries waiting for an endpoint, including those in progress.",
             ("endpoint",),
-            registry=registry,
         )
-        self.swaps = Counter(
+        self.swaps = counter(
             "gateway_box_swaps",
             "Swaps to the backend carried out by this gateway, by cause.",
             ("box", "backend", "cause"),
-            registry=registry,
         )
         self.swap_time = Histogram(
             "gateway_box_swap_seconds",
