@@ -1,13 +1,12 @@
 """The simulated server's routes, as a plain ASGI application.
 
-Everything that routes need of the surrounding server is in `Backplane`: the engine, which is replaced on a
-restart, and operators' orders.
+Routes ask the surrounding `Simulator` for its engine each time: it is replaced on a restart.
 """
 
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -25,14 +24,17 @@ from gateway.simulator.exchange import (
     Send,
     as_bytes,
 )
-from gateway.simulator.faults import NONSENSE, Faults, order_from
-from gateway.simulator.host import Answer, EngineHost
+from gateway.simulator.faults import NONSENSE, order_from
+from gateway.simulator.host import Answer
 from gateway.simulator.nonsense import spoilt
 from gateway.simulator.options import Fault, FaultOrder, SimulatorOptions
 from gateway.simulator.reading import Members, read_json
 from gateway.simulator.refusals import Refusal
 from gateway.simulator.template import Rendered, raw
 from gateway.simulator.wire import DONE, Identity, StreamWriter, whole
+
+if TYPE_CHECKING:
+    from gateway.simulator.server import Simulator
 
 VERSION = "0.33.0"  # the vLLM version whose API is simulated
 
@@ -52,35 +54,11 @@ _UNCOUNTED = frozenset(
 T = TypeVar("T")
 
 
-class Backplane(Protocol):
-    """The server around the routes."""
-
-    options: SimulatorOptions
-    faults: Faults
-    host: EngineHost
-    is_draining: bool
-    load: int
-    sleep_level: int | None
-
-    def order(self, order: FaultOrder | None) -> None:
-        """Inject a fault, or end the current one."""
-
-    async def sleep(self, level: int, mode: str) -> None:
-        """Put the engine to sleep, and wait until it is asleep.
-
-        Raises:
-            ValueError: the level or the mode does not exist.
-        """
-
-    async def wake_up(self) -> None:
-        """Wake the engine, and wait until it is awake."""
-
-
 class Application:
     """The ASGI application."""
 
-    def __init__(self, backplane: Backplane) -> None:
-        self._backplane = backplane
+    def __init__(self, server: "Simulator") -> None:
+        self._server = server
         self._clock = SystemClock()
         self._fingerprint = f"vllm-{VERSION}-{uuid.uuid4().hex[:8]}"
         self._routes: dict[str, dict[str, Handler]] = {
@@ -97,7 +75,7 @@ class Application:
             "/simulator/fault": {"GET": self._show_fault, "POST": self._set_fault},
             "/simulator/sequences": {"GET": self._sequences, "DELETE": self._forget_sequences},
         }
-        if backplane.options.sleep_mode:
+        if server.options.sleep_mode:
             self._routes |= {
                 "/sleep": {"POST": self._sleep},
                 "/wake_up": {"POST": self._wake_up},
@@ -116,10 +94,10 @@ class Application:
             await exchange.reply(refusal.status, refusal.body)
         if path not in _UNCOUNTED:
             handler = path if path in self._routes else "none"
-            self._backplane.host.tally.request(handler, method, exchange.status)
+            self._server.host.tally.request(handler, method, exchange.status)
 
     async def _route(self, exchange: Exchange, path: str, method: str) -> None:
-        key = self._backplane.options.api_key
+        key = self._server.options.api_key
         if key and path.startswith(_GUARDED) and exchange.header(b"authorization") != f"Bearer {key}":
             refusal = refusals.unauthorized()
             await exchange.reply(refusal.status, refusal.body, vary=False)
@@ -148,7 +126,7 @@ class Application:
     # -------------------------------------------------------------- about the server
 
     async def _health(self, exchange: Exchange) -> None:
-        await exchange.reply(503 if self._backplane.host.is_dead else 200)
+        await exchange.reply(503 if self._server.host.is_dead else 200)
 
     async def _ping(self, exchange: Exchange) -> None:
         await exchange.reply(200)
@@ -157,22 +135,22 @@ class Application:
         await exchange.reply(200, as_bytes({"version": VERSION}))
 
     async def _load(self, exchange: Exchange) -> None:
-        await exchange.reply(200, as_bytes({"server_load": self._backplane.load}))
+        await exchange.reply(200, as_bytes({"server_load": self._server.load}))
 
     async def _metrics(self, exchange: Exchange) -> None:
-        host, options = self._backplane.host, self._backplane.options
+        host, options = self._server.host, self._server.options
         page = host.tally.page(
             host.engine,
             options.profile,
             options.model,
             gauges=host.gauges,
             prefix_caching=options.prefix_caching,
-            sleep_level=self._backplane.sleep_level,
+            sleep_level=self._server.sleep_level,
         )
         await exchange.reply(200, page, _METRICS)
 
     async def _models(self, exchange: Exchange) -> None:
-        options = self._backplane.options
+        options = self._server.options
         created = int(self._clock.wall())
         permission = {
             "id": f"modelperm-{uuid.uuid4().hex[:16]}",
@@ -208,14 +186,14 @@ class Application:
         numbers = await _offload(rendered.chars, rendered.ids)
         body = {
             "count": len(numbers),
-            "max_model_len": self._backplane.options.profile.capacity.context_tokens,
+            "max_model_len": self._server.options.profile.capacity.context_tokens,
             "tokens": numbers,
             "token_strs": rendered.strings() if data.get("return_token_strs") else None,
         }
         await exchange.reply(200, as_bytes(body))
 
     def _rendered(self, data: dict[str, Any]) -> Rendered:
-        options = self._backplane.options
+        options = self._server.options
         if "messages" in data:
             # Output limits mean nothing here; everything else is the same as for a chat.
             return read_chat(
@@ -248,17 +226,17 @@ class Application:
     async def _generate(
         self, exchange: Exchange, read: Callable[[dict[str, Any], SimulatorOptions], ParsedCall], prefix: str
     ) -> None:
-        backplane = self._backplane
+        server = self._server
         data = await exchange.json()
-        fault = backplane.faults.take()
+        fault = server.faults.take()
         if fault is not None and await self._met_before_answer(exchange, fault):
             return
-        if backplane.is_draining or (fault is not None and fault.fault is Fault.DRAIN):
+        if server.is_draining or (fault is not None and fault.fault is Fault.DRAIN):
             refusal = refusals.internal(refusals.MESSAGE_DRAINING)
             await exchange.reply(refusal.status, refusal.body, vary=False)
             await exchange.connection.close()
             return
-        asked = _understood(lambda: read(data, backplane.options))
+        asked = _understood(lambda: read(data, server.options))
         asked.refuse_by_length()
         counted = await _offload(asked.chars, asked.counted)
         if not all(count for count, _ in counted):
@@ -266,19 +244,19 @@ class Application:
         call = asked.call(counted)
         if fault is not None and fault.fault in NONSENSE:
             call = replace(call, scripts=tuple(spoilt(script, fault.fault) for script in call.scripts))
-        limit = backplane.options.max_num_queued_reqs
-        if limit is not None and backplane.load >= limit:
-            backplane.host.tally.rejected += 1
+        limit = server.options.max_num_queued_reqs
+        if limit is not None and server.load >= limit:
+            server.host.tally.rejected += 1
             raise refusals.busy()
         name = exchange.header(b"x-request-id") or data.get("request_id") or uuid.uuid4().hex[:16]
         identity = Identity(
-            f"{prefix}-{name}", int(self._clock.wall()), backplane.options.model, self._fingerprint
+            f"{prefix}-{name}", int(self._clock.wall()), server.options.model, self._fingerprint
         )
-        backplane.load += 1
+        server.load += 1
         try:
-            await _Generation(backplane, exchange, call, identity, fault).run()
+            await _Generation(server, exchange, call, identity, fault).run()
         finally:
-            backplane.load -= 1
+            server.load -= 1
             exchange.connection.on_lost = None
 
     async def _met_before_answer(self, exchange: Exchange, order: FaultOrder) -> bool:
@@ -295,7 +273,7 @@ class Application:
                 raise refusals.internal("Internal server error")
             case Fault.SLOW_HEADERS:
                 seconds = _SLOW_HEADERS_S if order.for_s is None else order.for_s
-                await anyio.sleep(seconds / self._backplane.options.speed)
+                await anyio.sleep(seconds / self._server.options.speed)
                 return False
             case _:
                 return False
@@ -304,7 +282,7 @@ class Application:
     # -------------------------------------------------------------- operators
 
     async def _sequences(self, exchange: Exchange) -> None:
-        sequences = self._backplane.host.tally.sequences
+        sequences = self._server.host.tally.sequences
         body = {
             "held": sequences.held,
             "aborted": sequences.aborted,
@@ -314,26 +292,26 @@ class Application:
         await exchange.reply(200, as_bytes(body))
 
     async def _forget_sequences(self, exchange: Exchange) -> None:
-        self._backplane.host.tally.sequences.forget()
+        self._server.host.tally.sequences.forget()
         await exchange.reply(204)
 
     async def _sleep(self, exchange: Exchange) -> None:
         asked = exchange.query()
         try:
-            await self._backplane.sleep(int(asked.get("level", "1")), asked.get("mode", "abort"))
+            await self._server.sleep(int(asked.get("level", "1")), asked.get("mode", "abort"))
         except ValueError as problem:
             raise refusals.internal(str(problem)) from problem
         await exchange.reply(200)
 
     async def _wake_up(self, exchange: Exchange) -> None:
-        await self._backplane.wake_up()
+        await self._server.wake_up()
         await exchange.reply(200)
 
     async def _is_sleeping(self, exchange: Exchange) -> None:
-        await exchange.reply(200, as_bytes({"is_sleeping": self._backplane.sleep_level is not None}))
+        await exchange.reply(200, as_bytes({"is_sleeping": self._server.sleep_level is not None}))
 
     async def _show_fault(self, exchange: Exchange) -> None:
-        await exchange.reply(200, as_bytes(_described(self._backplane.faults.order)))
+        await exchange.reply(200, as_bytes(_described(self._server.faults.order)))
 
     async def _set_fault(self, exchange: Exchange) -> None:
         try:
@@ -341,7 +319,7 @@ class Application:
         except ValueError as problem:
             raise refusals.bad_request(str(problem)) from problem
         await exchange.reply(200, as_bytes(_described(order)))
-        self._backplane.order(order)
+        self._server.order(order)
 
 
 class _Generation:
@@ -349,18 +327,18 @@ class _Generation:
 
     def __init__(
         self,
-        backplane: Backplane,
+        server: "Simulator",
         exchange: Exchange,
         call: Call,
         identity: Identity,
         fault: FaultOrder | None,
     ) -> None:
-        self._options = backplane.options
+        self._options = server.options
         self._exchange = exchange
         self._call = call
         self._identity = identity
         self._fault = fault if fault is not None and fault.fault in _MID_ANSWER else None
-        self._host = backplane.host
+        self._host = server.host
         self._answer = Answer(call, lambda: exchange.connection.was_left)
 
     async def run(self) -> None:
