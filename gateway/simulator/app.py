@@ -287,7 +287,7 @@ class Application:
             "held": sequences.held,
             "aborted": sequences.aborted,
             "is_whole": sequences.is_whole,
-            "changes": sequences.changes,
+            "changes": list(sequences.changes),
         }
         await exchange.reply(200, as_bytes(body))
 

@@ -15,31 +15,30 @@ _MEMBERS = {"fault", "count", "for_s", "after_chunks"}
 
 
 class Faults:
-    """The fault that applies to requests, until its count is used up or it is ended."""
+    """The fault that applies to requests, until its count is used up or it is ended.
+
+    Attributes:
+        order: The current order, or None.
+    """
 
     def __init__(self) -> None:
-        self._order: FaultOrder | None = None
+        self.order: FaultOrder | None = None
         self._left: int | None = None
-
-    @property
-    def order(self) -> FaultOrder | None:
-        """The current order."""
-        return self._order
 
     def set(self, order: FaultOrder | None) -> None:
         """Replace the current order; None ends it."""
-        self._order = order
+        self.order = order
         self._left = order.count if order is not None else None
 
     def take(self) -> FaultOrder | None:
         """Return the fault for the next request, and count it."""
-        order = self._order
+        order = self.order
         if order is None or order.fault in OF_THE_SERVER:
             return None
         if self._left is not None:
             self._left -= 1
             if self._left <= 0:
-                self._order = None
+                self.order = None
         return order
 
 

@@ -158,11 +158,6 @@ class EngineHost:
         return not self._seats
 
     @property
-    def held_seats(self) -> int:
-        """Number of sequences waiting for `release`."""
-        return sum(len(answer.seats) for answer in self._held or ())
-
-    @property
     def gauges(self) -> Gauges:
         """What /metrics shows of it: while it hangs, what its last step left, whatever came or went since."""
         return self._last_gauges or Gauges(self.engine.running, self.engine.waiting, self.engine.kv_usage)

@@ -7,7 +7,7 @@ families about GPUs, caches it does not have and the Python process are left out
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gateway.core.engine import Engine
@@ -126,24 +126,19 @@ class Sequences:
 
     def __init__(self) -> None:
         self.held = self.aborted = 0
-        self._changes: deque[tuple[float, int, int]] = deque(maxlen=_CHANGES_MAX)
+        self.changes: deque[tuple[float, int, int]] = deque(maxlen=_CHANGES_MAX)
         self.is_whole = True
-
-    @property
-    def changes(self) -> Sequence[tuple[float, int, int]]:
-        """See the class."""
-        return list(self._changes)
 
     def note(self, when: float, held: int, aborted: int = 0) -> None:
         """Note how many there are from now on; `aborted` of those that went were aborted."""
         self.held = held
         self.aborted += aborted
-        self.is_whole = self.is_whole and len(self._changes) < _CHANGES_MAX
-        self._changes.append((when, held, self.aborted))
+        self.is_whole = self.is_whole and len(self.changes) < _CHANGES_MAX
+        self.changes.append((when, held, self.aborted))
 
     def forget(self) -> None:
         """Drop the history. What is held stays."""
-        self._changes.clear()
+        self.changes.clear()
         self.is_whole = True
 
 

@@ -322,7 +322,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_read_never_reaches_the_e
         await until(lambda: not server._state.connections)
     await until(lambda: not server._state.tasks)
 
-    assert server.host.tally.sequences.changes == []
+    assert not server.host.tally.sequences.changes
 
 
 async def test_the_history_of_what_the_engine_held(
@@ -373,7 +373,7 @@ def test_a_history_that_grew_too_long_says_so() -> None:
     assert not sequences.is_whole
     assert len(sequences.changes) == 65_536
     sequences.forget()
-    assert (sequences.is_whole, sequences.changes, sequences.held) == (True, [], 65_536)
+    assert (sequences.is_whole, list(sequences.changes), sequences.held) == (True, [], 65_536)
 
 
 async def test_a_full_server_answers_503(options: SimulatorOptions, chat: Chat, until: Until) -> None:
