@@ -107,21 +107,11 @@ class Application:
             raise refusals.detail(404, "Not Found")
         handler = methods.get(method)
         if handler is None:
-            await self._not_allowed(exchange, ", ".join(methods))
+            body = refusals.detail(405, "Method Not Allowed").body
+            await exchange.start(405, JSON, len(body), allow=", ".join(methods))
+            await exchange.write(body, more=False)
             return
         await handler(exchange)
-
-    async def _not_allowed(self, exchange: Exchange, allowed: str) -> None:
-        body = refusals.detail(405, "Method Not Allowed").body
-        exchange.status = 405
-        headers = [
-            (b"allow", allowed.encode()),
-            (b"content-length", str(len(body)).encode()),
-            (b"content-type", JSON.encode()),
-            (b"vary", b"Origin"),
-        ]
-        await exchange.send({"type": "http.response.start", "status": 405, "headers": headers})
-        await exchange.write(body, more=False)
 
     # -------------------------------------------------------------- about the server
 

@@ -22,7 +22,7 @@ from gateway.clock import SystemClock
 from gateway.simulator.box_control import Control
 from gateway.simulator.box_model import HOLDING, Busy, Model, Residency, State, Swap, Violation
 from gateway.simulator.box_options import Boot, BoxOptions
-from gateway.simulator.door import ClientConnection, Door, cut_connections, wire
+from gateway.simulator.door import Door, cut_connections, wire
 from gateway.simulator.options import Fault, FaultOrder, SimulatorOptions
 from gateway.simulator.server import Simulator, behind
 from gateway.tasks import TasksBeside
@@ -119,8 +119,7 @@ class Box:
                 await self._tasks.start(self._load, model, State.RUNNING)
             elif self.options.resident is not None and model.options.sleep_mode:
                 await self._tasks.start(self._load, model, State.SLEEPING)
-        config = wire(Control(self))
-        await self._door.open(lambda entrance: ClientConnection(config, self._state, entrance))
+        self._door.open(wire(Control(self)), self._state)
 
     async def close(self) -> None:
         """Stop accepting orders."""

@@ -49,34 +49,23 @@ def wire(application: Any) -> Config:
     return config
 
 
-class Entrance:
-    """The state of a port, shared by its connections.
-
-    Attributes:
-        is_open: Whether it still accepts connections. One that was accepted by the event loop, but not yet
-            handed over, when the port was closed is refused: a killed process keeps no connections.
-    """
-
-    __slots__ = ("is_open",)
-
-    def __init__(self) -> None:
-        """Start open."""
-        self.is_open = True
-
-
 class ClientConnection(HttpToolsProtocol):
     """A client's connection: uvicorn's, with access below HTTP and an event for its end."""
 
-    def __init__(self, config: Config, state: ServerState, entrance: Entrance) -> None:
+    def __init__(self, config: Config, state: ServerState, closed: anyio.Event) -> None:
+        """Refuse the client if `closed` is set: the port was, before the event loop handed it over.
+
+        A killed process keeps no connections.
+        """
         super().__init__(config, state, {})
-        self._entrance = entrance
+        self._port_closed = closed
         self.on_lost: Callable[[], None] | None = None
         self._lost = anyio.Event()
 
     def connection_made(self, transport: Any) -> None:
         """Start, unless the port has been closed in the meantime."""
         super().connection_made(transport)
-        if not self._entrance.is_open:
+        if self._port_closed.is_set():
             transport.abort()
 
     def on_message_begin(self) -> None:
@@ -137,7 +126,7 @@ class Door:
         self._holder = self._bound(host, port)
         self.host, self.port = self._holder.getsockname()[:2]
         self._listener: socket.socket | None = None
-        self._entrance = Entrance()
+        self._closed = anyio.Event()  # of the latest listener
         self._arriving: set[Task[object]] = set()
 
     def _bound(self, host: str, port: int) -> socket.socket:
@@ -156,22 +145,22 @@ class Door:
         """The server's base URL."""
         return f"http://{tcp.address(self.host, self.port)}"
 
-    async def open(self, connect: Callable[[Entrance], ClientConnection]) -> None:
-        """Accept connections, each handled by the result of `connect`."""
+    def open(self, config: Config, state: ServerState) -> None:
+        """Accept connections, which are served as `config` says, and listed in `state`."""
         if self._listener is None:
-            self._entrance = Entrance()
+            self._closed = anyio.Event()
             self._listener = self._bound(self.host, self.port)
             self._listener.setblocking(False)
             self._listener.listen(BACKLOG)
-            get_running_loop().add_reader(self._listener, self._accept, self._listener, connect)
+            get_running_loop().add_reader(self._listener, self._accept, self._listener, config, state)
 
-    def _accept(self, listener: socket.socket, connect: Callable[[Entrance], ClientConnection]) -> None:
+    def _accept(self, listener: socket.socket, config: Config, state: ServerState) -> None:
         """Accept waiting connections.
 
         asyncio's own server, when closed, loses connections that it is about to hand over: they remain open,
         and nobody ever answers on them.
         """
-        loop, made = get_running_loop(), partial(connect, self._entrance)
+        loop, made = get_running_loop(), partial(ClientConnection, config, state, self._closed)
         with suppress(OSError):  # the client is already gone
             while True:
                 accepted, _ = listener.accept()
@@ -182,7 +171,7 @@ class Door:
 
     def close(self) -> None:
         """Refuse new connections; open ones remain."""
-        self._entrance.is_open = False
+        self._closed.set()
         if self._listener is not None:
             get_running_loop().remove_reader(self._listener)
             self._listener.close()

@@ -58,10 +58,14 @@ class Exchange:
             raise refusals.unsupported_media()
         return read_json(body)
 
-    async def start(self, status: int, content_type: str, length: int | None, *, vary: bool = True) -> None:
+    async def start(
+        self, status: int, content_type: str, length: int | None, *, vary: bool = True, allow: str = ""
+    ) -> None:
         """Send the status and headers."""
         self.status = status
-        headers = [] if length is None else [(b"content-length", str(length).encode())]
+        headers = [(b"allow", allow.encode())] if allow else []
+        if length is not None:
+            headers.append((b"content-length", str(length).encode()))
         if content_type:
             headers.append((b"content-type", content_type.encode()))
         if vary:

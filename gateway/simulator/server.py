@@ -13,15 +13,7 @@ from uvicorn.server import ServerState
 
 from gateway.clock import SystemClock
 from gateway.simulator.app import Application
-from gateway.simulator.door import (
-    ENDING_S,
-    ClientConnection,
-    Door,
-    Entrance,
-    cut_connections,
-    next_look,
-    wire,
-)
+from gateway.simulator.door import ENDING_S, Door, cut_connections, next_look, wire
 from gateway.simulator.faults import OF_THE_SERVER, Faults
 from gateway.simulator.host import EngineHost
 from gateway.simulator.options import Fault, FaultOrder, SimulatorOptions
@@ -114,7 +106,7 @@ class Simulator:
         if seconds > 0:
             await anyio.sleep(seconds / self.options.speed)
         self._tasks.start_soon(self.host.run)
-        await self._door.open(self._connection)
+        self._door.open(self._config, self._state)
         self.booted.set()
 
     def boot_soon(self) -> None:
@@ -216,9 +208,6 @@ class Simulator:
         date = formatdate(self._clock.wall(), usegmt=True).encode()
         self._state.default_headers = [(b"date", date), *self._config.encoded_headers]
 
-    def _connection(self, entrance: Entrance) -> ClientConnection:
-        return ClientConnection(self._config, self._state, entrance)
-
     async def _strike(self, order: FaultOrder) -> None:
         """Carry out a fault of the server, after its boot and after the one before it."""
         async with self._striking:
@@ -237,7 +226,7 @@ class Simulator:
                 self._door.close()
                 self._close_idle()
                 await self._until_lifted(order, _REFUSE_S)
-                await self._door.open(self._connection)
+                self._door.open(self._config, self._state)
             case Fault.CRASH:
                 self.host.die()
                 await anyio.sleep(_DYING_S / self.options.speed)
