@@ -445,7 +445,7 @@ def _understood(read: Callable[[], T]) -> T:
     try:
         return read()
     except (TypeError, AttributeError, ValueError, ArithmeticError, LookupError) as error:
-        problem = refusals.FieldProblem("type_error", "body", str(error), None)
+        problem = refusals.field_problem("type_error", "body", str(error), None)
         raise refusals.malformed([problem]) from error
 
 

@@ -206,7 +206,7 @@ def read_chat(data: dict[str, Any], options: SimulatorOptions) -> ParsedCall:
     messages = members.array("messages", required=True)
     _check_messages(members, messages)
     tools = members.array("tools")
-    note_tools(members, tools)
+    note_tools(members)
     note_response_format(members)
     for name in ("model", "user"):
         members.text(name)

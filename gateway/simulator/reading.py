@@ -1,17 +1,35 @@
 """A request body's members, read as vLLM's own request model reads them: leniently, but not always.
 
 Numbers may come as strings, absent and null are the same, unknown members are ignored. What cannot be
-read is collected, so that one answer names every problem.
+read is collected, so that one answer names every problem. It is found by what finds it in vLLM: pydantic's
+validators.
 """
 
 import json
-from collections.abc import Callable, Mapping
-from math import inf
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
 
-from gateway.simulator.refusals import FieldProblem, detail, malformed
+from pydantic_core import CoreSchema, SchemaValidator, ValidationError, core_schema
 
-T = TypeVar("T")
+from gateway.simulator.refusals import detail, field_problem, malformed
+
+_NUMBER = SchemaValidator(core_schema.float_schema())
+_BOOLEAN = SchemaValidator(core_schema.bool_schema())
+_TEXT = SchemaValidator(core_schema.str_schema())
+_OBJECT = SchemaValidator(core_schema.dict_schema())
+_ARRAY = SchemaValidator(core_schema.list_schema())
+
+
+@cache
+def _integer(least: int | None, most: int | None) -> SchemaValidator:
+    return SchemaValidator(core_schema.int_schema(ge=least, le=most))
+
+
+def object_with(**members: CoreSchema) -> CoreSchema:
+    """Return the schema of an object with these members, beside which it may have others."""
+    fields = {name: core_schema.model_field(schema) for name, schema in members.items()}
+    return core_schema.model_fields_schema(fields, from_attributes=True)  # as FastAPI reads a body
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -21,24 +39,19 @@ def read_json(body: bytes) -> dict[str, Any]:
         Refusal: in the words that fit what is wrong with it.
     """
     if not body:
-        raise malformed([FieldProblem("missing", "body", "Field required", None)])
+        raise malformed([field_problem("missing", "body", "Field required", None)])
     try:
         data = json.loads(body)
     except UnicodeDecodeError:
         raise detail(400, "There was an error parsing the body") from None
     except json.JSONDecodeError as problem:
-        raise malformed(
-            [
-                FieldProblem(
-                    "json_invalid", f"body.{problem.pos}", "JSON decode error", {}, {"error": problem.msg}
-                )
-            ]
-        ) from None
+        why, where = {"error": problem.msg}, f"body.{problem.pos}"
+        raise malformed([field_problem("json_invalid", where, "JSON decode error", {}, why)]) from None
     except (RecursionError, ValueError):  # nested too deep, or a number too long to read
         raise detail(400, "There was an error parsing the body") from None
     if not isinstance(data, dict):
         text = "Input should be a valid dictionary or object to extract fields from"
-        raise malformed([FieldProblem("model_attributes_type", "body", text, data)])
+        raise malformed([field_problem("model_attributes_type", "body", text, data)])
     return data
 
 
@@ -47,7 +60,7 @@ class Members:
 
     def __init__(self, data: dict[str, Any]) -> None:
         self.data = data
-        self._problems: list[FieldProblem] = []
+        self._problems: list[Mapping[str, object]] = []
 
     def finish(self) -> None:
         """Raise the `Refusal` that names every problem, if there was one."""
@@ -63,110 +76,48 @@ class Members:
         context: Mapping[str, object] | None = None,
     ) -> None:
         """Note a problem."""
-        self._problems.append(FieldProblem(kind, location, message, value, context))
+        self._problems.append(field_problem(kind, location, message, value, context))
 
-    def integer(self, name: str, least: float = -inf, most: float = inf) -> int | None:
+    def integer(self, name: str, least: int | None = None, most: int | None = None) -> int | None:
         """Return a whole number from `least` to `most`, or None when absent or unreadable."""
-        value = self._read(name, _integer)
-        if value is not None and value > most:
-            text = f"Input should be less than or equal to {most}"
-            self.problem("less_than_equal", f"body.{name}", text, value, {"le": most})
-        elif value is not None and value < least:
-            text = f"Input should be greater than or equal to {least}"
-            self.problem("greater_than_equal", f"body.{name}", text, value, {"ge": least})
-        return value
+        found: int | None = self.read(name, _integer(least, most))
+        return found
 
     def number(self, name: str) -> float | None:
         """Return a number, or None when absent or unreadable."""
-        return self._read(name, _number)
+        found: float | None = self.read(name, _NUMBER)
+        return found
 
     def boolean(self, name: str, default: bool = False) -> bool:
         """Return a truth value, or the default when absent or unreadable."""
-        value = self._read(name, _boolean)
-        return default if value is None else value
+        found = self.read(name, _BOOLEAN)
+        return default if found is None else bool(found)
 
     def text(self, name: str) -> str | None:
         """Return a string, or None when absent or unreadable."""
-        return self._read(name, _text)
-
-    def allow(self, location: str, value: object, *allowed: str) -> None:
-        """Note a problem unless a value is one of the allowed strings."""
-        if value not in allowed:
-            *others, last = [f"'{one}'" for one in allowed]
-            expected = f"{', '.join(others)} or {last}" if others else last
-            text = f"Input should be {expected}"
-            self.problem("literal_error", location, text, value, {"expected": expected})
+        found: str | None = self.read(name, _TEXT)
+        return found
 
     def object(self, name: str) -> dict[str, Any]:
         """Return an object, empty when absent or unreadable."""
-        return self._read(name, _object) or {}
+        return self.read(name, _OBJECT) or {}
 
     def array(self, name: str, *, required: bool = False) -> list[Any]:
         """Return a list, empty when absent or unreadable."""
         if required and name not in self.data:
             self.problem("missing", f"body.{name}", "Field required", self.data)
-        elif required and self.data[name] is None:
-            self.problem("list_type", f"body.{name}", "Input should be a valid list", None)
-        return self._read(name, _array) or []
+            return []
+        return self.read(name, _ARRAY, is_optional=not required) or []
 
-    def _read(self, name: str, read: Callable[[Any], T | tuple[str, str]]) -> T | None:
+    def read(self, name: str, kind: SchemaValidator, *, is_optional: bool = True) -> Any:
+        """Return what `kind` makes of a member, or None when unreadable or, unless it is required, absent."""
         value = self.data.get(name)
-        if value is None:
+        if value is None and is_optional:
             return None
-        found = read(value)
-        if isinstance(found, tuple):
-            kind, message = found
-            self.problem(kind, f"body.{name}", message, value)
+        try:
+            return kind.validate_python(value)
+        except ValidationError as error:
+            for one in error.errors(include_url=False):
+                where = ".".join(map(str, ("body", name, *one["loc"])))
+                self.problem(one["type"], where, one["msg"], one["input"], one.get("ctx"))
             return None
-        return found
-
-
-def _integer(value: Any) -> int | tuple[str, str]:
-    if isinstance(value, int):  # a bool counts as a number here, as it does there
-        return int(value)
-    if isinstance(value, float):
-        if value.is_integer():
-            return int(value)
-        return "int_from_float", "Input should be a valid integer, got a number with a fractional part"
-    if isinstance(value, str):
-        try:
-            return int(value)
-        except ValueError:
-            text = "Input should be a valid integer, unable to parse string as an integer"
-            return "int_parsing", text
-    return "int_type", "Input should be a valid integer"
-
-
-def _number(value: Any) -> float | tuple[str, str]:
-    if isinstance(value, int | float):
-        return float(value)
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return "float_parsing", "Input should be a valid number, unable to parse string as a number"
-    return "float_type", "Input should be a valid number"
-
-
-def _boolean(value: Any) -> bool | tuple[str, str]:
-    if isinstance(value, bool):
-        return value
-    if value in (0, 1):
-        return bool(value)
-    if isinstance(value, str) and value.lower() in ("true", "false", "on", "off", "yes", "no", "1", "0"):
-        return value.lower() in ("true", "on", "yes", "1")
-    if isinstance(value, str | int | float):
-        return "bool_parsing", "Input should be a valid boolean, unable to interpret input"
-    return "bool_type", "Input should be a valid boolean"
-
-
-def _text(value: Any) -> str | tuple[str, str]:
-    return value if isinstance(value, str) else ("string_type", "Input should be a valid string")
-
-
-def _object(value: Any) -> dict[str, Any] | tuple[str, str]:
-    return value if isinstance(value, dict) else ("dict_type", "Input should be a valid dictionary")
-
-
-def _array(value: Any) -> list[Any] | tuple[str, str]:
-    return value if isinstance(value, list) else ("list_type", "Input should be a valid list")

@@ -20,26 +20,12 @@ class Refusal(Exception):
         self.body = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
 
 
-class FieldProblem:
-    """One member of a request that has the wrong type. `Refusal`s are made of these."""
-
-    def __init__(
-        self,
-        kind: str,
-        location: str,
-        message: str,
-        value: object,
-        context: Mapping[str, object] | None = None,
-    ) -> None:
-        self.location = location
-        self.line: dict[str, object] = {
-            "type": kind,
-            "loc": location,
-            "msg": message,
-            "input": describe(value),
-        }
-        if context:
-            self.line["ctx"] = context
+def field_problem(
+    kind: str, location: str, message: str, value: object, context: Mapping[str, object] | None = None
+) -> Mapping[str, object]:
+    """Return what is said of a member of a request that has the wrong type. For `malformed`."""
+    said = {"type": kind, "loc": location, "msg": message, "input": describe(value)}
+    return {**said, "ctx": context} if context else said
 
 
 def error(status: int, kind: str, message: str, param: str | None = None) -> Refusal:
@@ -55,11 +41,11 @@ def bad_request(message: str, param: str | None = None, value: object = None) ->
     return error(400, "BadRequestError", message, param)
 
 
-def malformed(problems: Sequence[FieldProblem]) -> Refusal:
+def malformed(problems: Sequence[Mapping[str, object]]) -> Refusal:
     """Return a 400 about JSON or member types: the one whose `type` has a space."""
     noun = "error" if len(problems) == 1 else "errors"
-    lines = [f"{len(problems)} validation {noun}:", *(f"  {problem.line!r}" for problem in problems)]
-    return error(400, "Bad Request", "\n".join(lines), problems[0].location)
+    lines = [f"{len(problems)} validation {noun}:", *(f"  {problem!r}" for problem in problems)]
+    return error(400, "Bad Request", "\n".join(lines), str(problems[0]["loc"]))
 
 
 def unsupported_media() -> Refusal:

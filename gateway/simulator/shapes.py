@@ -7,13 +7,36 @@ each of several alternatives lacks, the message here names the first only.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.simulator.reading import Members
+from pydantic_core import SchemaValidator
+from pydantic_core.core_schema import (
+    any_schema,
+    list_schema,
+    literal_schema,
+    nullable_schema,
+    str_schema,
+    with_default_schema,
+)
+
+from gateway.simulator.reading import Members, object_with
 from gateway.simulator.refusals import bad_request
 
-_NO_OBJECT = "Input should be a valid dictionary or object to extract fields from"
 _USAGE = 'Correct usage: `{"type": "function", "function": {"name": "my_function"}}`'
 
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_EFFORT = SchemaValidator(literal_schema(["none", "minimal", "low", "medium", "high", "xhigh", "max"]))
+_TOOLS = SchemaValidator(
+    list_schema(
+        object_with(
+            type=with_default_schema(literal_schema(["function"]), default="function"),
+            function=object_with(name=str_schema()),
+        )
+    )
+)
+_FORMAT = SchemaValidator(
+    object_with(
+        type=literal_schema(["text", "json_object", "json_schema"]),
+        json_schema=with_default_schema(nullable_schema(object_with(name=any_schema())), default=None),
+    )
+)
 
 _PARTS = frozenset(
     {
@@ -70,33 +93,17 @@ def _check_named(choice: Mapping[str, Any], tools: object) -> None:
         raise bad_request(text, "tool_choice")
 
 
-def note_tools(members: Members, tools: Sequence[Any]) -> None:
+def note_tools(members: Members) -> None:
     """Note what is wrong with the tools."""
-    for index, tool in enumerate(tools):
-        where = f"body.tools.{index}"
-        if not isinstance(tool, Mapping):
-            members.problem("model_attributes_type", where, _NO_OBJECT, tool)
-            continue
-        members.allow(f"{where}.type", tool.get("type", "function"), "function")
-        function = tool.get("function")
-        if "function" not in tool:
-            members.problem("missing", f"{where}.function", "Field required", tool)
-        elif not isinstance(function, Mapping):
-            members.problem("model_attributes_type", f"{where}.function", _NO_OBJECT, function)
-        elif "name" not in function:
-            members.problem("missing", f"{where}.function.name", "Field required", function)
-        elif not isinstance(name := function["name"], str):
-            where = f"{where}.function.name"
-            members.problem("string_type", where, "Input should be a valid string", name)
+    if isinstance(members.data.get("tools"), list):
+        members.read("tools", _TOOLS)
 
 
 def note_effort(members: Members) -> str | None:
     """Return `reasoning_effort`; note what is wrong with it."""
     effort = members.data.get("reasoning_effort")
-    if effort is None:
-        return None
-    members.allow("body.reasoning_effort", effort, *_EFFORTS)
-    return str(effort)
+    members.read("reasoning_effort", _EFFORT)
+    return None if effort is None else str(effort)
 
 
 def check_response_format(data: Mapping[str, Any]) -> None:
@@ -111,21 +118,9 @@ def check_response_format(data: Mapping[str, Any]) -> None:
 
 def note_response_format(members: Members) -> None:
     """Note what is wrong with the response format."""
-    wanted, where = members.data.get("response_format"), "body.response_format"
-    if wanted is None:
-        return
-    if not isinstance(wanted, Mapping):
-        members.problem("model_attributes_type", where, _NO_OBJECT, wanted)
-    elif "type" not in wanted:
-        members.problem("missing", f"{where}.type", "Field required", wanted)
-    elif wanted["type"] != "structural_tag":
-        members.allow(f"{where}.type", wanted["type"], "text", "json_object", "json_schema")
-        schema = wanted.get("json_schema")
-        if isinstance(schema, Mapping):
-            if "name" not in schema:
-                members.problem("missing", f"{where}.json_schema.name", "Field required", schema)
-        elif schema is not None:
-            members.problem("model_attributes_type", f"{where}.json_schema", _NO_OBJECT, schema)
+    wanted = members.data.get("response_format")
+    if not (isinstance(wanted, Mapping) and wanted.get("type") == "structural_tag"):
+        members.read("response_format", _FORMAT)
 
 
 def check_parts(messages: Sequence[Mapping[str, Any]]) -> None:
