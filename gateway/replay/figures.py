@@ -1,8 +1,7 @@
 """Statistics of requests, recorded or simulated."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil, inf
 
 from gateway.core.errors import InvalidRequest
@@ -52,34 +51,6 @@ class Side:
     served: Mapping[str, int]
 
 
-@dataclass(slots=True)
-class _Tally:
-    """Accumulates the requests of a class."""
-
-    requests: int = 0
-    shed: int = 0
-    streamed: int = 0
-    late: int = 0
-    tokens: int = 0
-    waits: list[float] = field(default_factory=list)
-    firsts: list[float] = field(default_factory=list)
-    totals: list[float] = field(default_factory=list)
-
-    def figures(self, span_s: float) -> Figures:
-        return Figures(
-            requests=self.requests,
-            shed_share=round(self.shed / self.requests, 4) if self.requests else 0.0,
-            wait_p50_s=quantile(self.waits, 0.5),
-            wait_p95_s=quantile(self.waits, 0.95),
-            ttft_p50_s=quantile(self.firsts, 0.5),
-            ttft_p95_s=quantile(self.firsts, 0.95),
-            late_share=round(self.late / self.streamed, 4) if self.streamed else None,
-            total_p50_s=quantile(self.totals, 0.5),
-            total_p95_s=quantile(self.totals, 0.95),
-            tokens_per_s=round(self.tokens / span_s, 2) if span_s > 0 else 0.0,
-        )
-
-
 def quantile(values: Sequence[float], share: float) -> float | None:
     """Return a quantile of the values, to the millisecond; None if there are none."""
     ordered = sorted(values)
@@ -101,35 +72,37 @@ class _Outcome:
     backend: str
 
 
-def _side(outcomes: Iterable[_Outcome], targets: Callable[[str], float], first_at: float) -> Side:
-    tallies: dict[str, _Tally] = defaultdict(_Tally)
-    served: Counter[str] = Counter()
-    last_at = first_at
+def _side(outcomes: Sequence[_Outcome], targets: Callable[[str], float], first_at: float) -> Side:
+    by_class: dict[str, list[_Outcome]] = defaultdict(list)
     for one in outcomes:
-        last_at = max(last_at, one.ended_at)
-        if one.backend:
-            served[one.backend] += 1
-        for name in (ALL, one.traffic_class):
-            _count(tallies[name], one, targets(one.traffic_class))
-    ordered = sorted(tallies, key=lambda name: (name == ALL, name))
-    figures = {name: tallies[name].figures(last_at - first_at) for name in ordered}
+        by_class[one.traffic_class].append(one)
+        by_class[ALL].append(one)
+    served = Counter(one.backend for one in outcomes if one.backend)
+    span_s = max((one.ended_at for one in outcomes), default=first_at) - first_at
+    ordered = sorted(by_class, key=lambda name: (name == ALL, name))
+    figures = {name: _figures(by_class[name], targets, span_s) for name in ordered}
     return Side(figures, dict(sorted(served.items())))
 
 
-def _count(tally: _Tally, one: _Outcome, target_s: float) -> None:
-    tally.requests += 1
-    tally.shed += one.is_shed
-    tally.tokens += one.tokens
-    if one.wait_s is not None:
-        tally.waits.append(one.wait_s)
-    if one.total_s is not None:
-        tally.totals.append(one.total_s)
-    if not one.is_streamed or one.is_shed:
-        return
-    tally.streamed += 1
-    tally.late += one.ttft_s is None or one.ttft_s > target_s
-    if one.ttft_s is not None:
-        tally.firsts.append(one.ttft_s)
+def _figures(outcomes: Sequence[_Outcome], targets: Callable[[str], float], span_s: float) -> Figures:
+    """Return the statistics of one or more requests, which came and ended within `span_s`."""
+    waits = [one.wait_s for one in outcomes if one.wait_s is not None]
+    totals = [one.total_s for one in outcomes if one.total_s is not None]
+    streams = [one for one in outcomes if one.is_streamed and not one.is_shed]
+    firsts = [one.ttft_s for one in streams if one.ttft_s is not None]
+    late = sum(one.ttft_s is None or one.ttft_s > targets(one.traffic_class) for one in streams)
+    return Figures(
+        requests=len(outcomes),
+        shed_share=round(sum(one.is_shed for one in outcomes) / len(outcomes), 4),
+        wait_p50_s=quantile(waits, 0.5),
+        wait_p95_s=quantile(waits, 0.95),
+        ttft_p50_s=quantile(firsts, 0.5),
+        ttft_p95_s=quantile(firsts, 0.95),
+        late_share=round(late / len(streams), 4) if streams else None,
+        total_p50_s=quantile(totals, 0.5),
+        total_p95_s=quantile(totals, 0.95),
+        tokens_per_s=round(sum(one.tokens for one in outcomes) / span_s, 2) if span_s > 0 else 0.0,
+    )
 
 
 def targets(policy: Policy) -> Callable[[str], float]:
@@ -157,7 +130,7 @@ def recorded(decided: Sequence[Entry], targets: Callable[[str], float]) -> Side:
         )
 
     own = [one for one in decided if one.past.traffic_class and one.past.ending is not Ending.REJECTED]
-    return _side(map(outcome, own), targets, decided[0].past.at if decided else 0.0)
+    return _side([*map(outcome, own)], targets, decided[0].past.at if decided else 0.0)
 
 
 def simulated(run: Run) -> Side:
@@ -180,7 +153,7 @@ def simulated(run: Run) -> Side:
 
     let_in = [one for one in run.fates if one.arrival.id in run.classes and one.refused not in _MISFITS]
     first_at = run.fates[0].arrival.at if run.fates else 0.0
-    return _side(map(outcome, let_in), targets(run.policy), first_at)
+    return _side([*map(outcome, let_in)], targets(run.policy), first_at)
 
 
 _MISFITS = frozenset(
