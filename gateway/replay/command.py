@@ -14,7 +14,6 @@ from rich.table import Table
 from gateway import settings
 from gateway.commands import config_option, fail, json_option, usable
 from gateway.replay import reading
-from gateway.replay.candidate_policy import CandidatePolicy
 from gateway.replay.comparing import Report, compare
 from gateway.replay.figures import Figures
 from gateway.replay.moving import Move
@@ -43,7 +42,7 @@ def replay(files: tuple[Path, ...], config: Path, as_json: bool) -> None:
     Give it all files of a log, of all gateways in front of the same fleet. Sends nothing. docs/replay.md
     says how far to trust the figures.
     """
-    tried = usable(lambda: CandidatePolicy.of(settings.load(config)))
+    tried = usable(lambda: settings.load(config))
     try:
         report = compare(reading.read(files), tried)
     except Unusable as error:

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 
 from gateway.core.value import valueclass
 from gateway.replay import figures, simulating
-from gateway.replay.candidate_policy import CandidatePolicy
 from gateway.replay.figures import Side
 from gateway.replay.moving import Move, Moves, Refusal
-from gateway.replay.notes import notes, repeated
+from gateway.replay.notes import notes
 from gateway.replay.reading import Entry, Log
+from gateway.settings import Settings
 from gateway.telemetry.decision_lines import PolicyLine
 
 
@@ -60,18 +60,19 @@ class Report:
     same_pool_share: float | None
 
 
-def compare(log: Log, other: CandidatePolicy) -> Report:
-    """Compare another policy with the recorded one on the requests of a log."""
-    decided = [entry for entry in log.entries if entry.asked is not None]
+def compare(log: Log, tried: Settings) -> Report:
+    """Compare the policy of a configuration with the recorded one on the requests of a log."""
+    other = tried.policy()
+    decided = log.decided
     undecided = dict(Counter(entry.past.ending.value for entry in log.entries if entry.asked is None))
     base = _base(log, decided)
-    moves = Moves(log, other.policy)
+    moves = Moves(log, other)
     for entry in decided:
         moves.add(entry)
     pasts = simulating.arrivals(log.entries)
     before = None if base is None else simulating.run(base.policy, base.engines, pasts)
-    after = simulating.run(other.policy, other.engines, pasts)
-    targets = figures.targets(base.policy) if base is not None else figures.targets(other.policy)
+    after = simulating.run(other, tried.engines(), pasts)
+    targets = figures.targets(other if base is None else base.policy)
     return Report(
         files=log.files,
         requests=len(log.entries),
@@ -80,11 +81,11 @@ def compare(log: Log, other: CandidatePolicy) -> Report:
         first_at=log.entries[0].past.at,
         last_at=log.entries[-1].past.at,
         recorded_policy="" if base is None else base.version,
-        other_policy=other.policy.version,
+        other_policy=other.version,
         broken=[
             f"{one.file}:{one.line}: {'it is incomplete' if one.is_torn else one.why}" for one in log.broken
         ],
-        notes=[*repeated(log), *notes(decided, base, other, pasts), *moves.notes()],
+        notes=[*notes(log, base, other, tried.box_members(), pasts), *moves.notes()],
         moved=moves.moved,
         moves=moves.moves(),
         refusals=moves.refusals(),

@@ -1,33 +1,29 @@
 """Caveats about the figures of a replay."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from gateway.core.policy import Policy
 from gateway.core.request_features import OTHER, matched_headers
 from gateway.core.usage import Ending
-from gateway.replay.candidate_policy import CandidatePolicy
 from gateway.replay.reading import Entry, Log
 from gateway.replay.simulating import Past
 from gateway.telemetry.decision_lines import PolicyLine
 
 
-def repeated(log: Log) -> Iterator[str]:
-    """Yield that requests are in several of the files, if there are any."""
+def notes(
+    log: Log, base: PolicyLine | None, other: Policy, boxes: Collection[str], pasts: Sequence[Past]
+) -> Iterator[str]:
+    """Yield one sentence each. `base`: the recorded policy, if it is in the log. `boxes`: the other ones."""
     if log.repeated:
         yield f"{log.repeated} requests are in more than one of the files: each counts once"
-
-
-def notes(
-    decided: Sequence[Entry], base: PolicyLine | None, other: CandidatePolicy, pasts: Sequence[Past]
-) -> Iterator[str]:
-    """Yield one sentence each. `base`: the recorded policy, if it is in the log."""
+    decided = log.decided
     if base is None:
         yield "the recorded policy is not in the log: there is nothing to compare the other one with"
     else:
         yield from _policies(decided, base)
-        yield from _fleets(base.policy, other.policy)
-        yield from _waits(base.policy, other.policy)
-    yield from _unknown_features(decided, other.policy)
+        yield from _fleets(base.policy, other)
+        yield from _waits(base.policy, other)
+    yield from _unknown_features(decided, other)
     guessed = sum(past.is_guessed and past.entry.past.ending is not Ending.REJECTED for past in pasts)
     if guessed:
         yield (
@@ -40,10 +36,9 @@ def notes(
             f"{out} requests arrived while a backend was out (down, drained, or with another model); the "
             "simulation has all of them up"
         )
-    boxes = {*other.boxes, *(() if base is None else base.boxes)}
-    if boxes:
-        yield f"box {', '.join(sorted(boxes))}: the simulation runs all its models at once"
-    pools = [pool.id for pool in other.policy.pools.values() if pool.tpot_target_s is not None]
+    if boxed := {*boxes, *(() if base is None else base.boxes)}:
+        yield f"box {', '.join(sorted(boxed))}: the simulation runs all its models at once"
+    pools = [pool.id for pool in other.pools.values() if pool.tpot_target_s is not None]
     if pools:
         yield f"pool {', '.join(pools)}: the simulation does not follow tpot_target_ms"
 

@@ -65,6 +65,11 @@ class Log:
     broken: Sequence[Broken]
     repeated: int = 0
 
+    @property
+    def decided(self) -> Sequence[Entry]:
+        """The requests that can be decided again: their prompts were counted."""
+        return [entry for entry in self.entries if entry.asked is not None]
+
 
 def read(files: Sequence[Path]) -> Log:
     """Read these files, in any order.

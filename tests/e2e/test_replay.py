@@ -13,8 +13,8 @@ from support.site import FLEET, POLICY, Site, simulated, site
 
 from gateway import settings
 from gateway.replay import reading
-from gateway.replay.candidate_policy import CandidatePolicy
 from gateway.replay.comparing import compare
+from gateway.settings import Settings
 
 SECRET = "xyzzyquux"
 DOCUMENTS = (6_000, 9_000, 20_000)
@@ -88,14 +88,14 @@ async def traffic(gateway: Site) -> None:
         assert (await http.post("/v1/chat/completions", json=body)).status_code == 400
 
 
-def tried(folder: Path, names: Mapping[str, str] = FLEET, **sections: Any) -> CandidatePolicy:
+def tried(folder: Path, names: Mapping[str, str] = FLEET, **sections: Any) -> Settings:
     path = folder / "tried.yaml"
     backends = {
         name: {"url": f"http://127.0.0.1:{port}", "profile": profile, **TWO_PLACES}
         for port, (name, profile) in enumerate(names.items(), 1)
     }
     path.write_text(yaml.safe_dump({**POLICY, "backends": backends, **sections}))
-    return CandidatePolicy.of(settings.load(path, {}))
+    return settings.load(path, {})
 
 
 async def test_what_was_served_is_written_down_and_tried_under_other_policies(tmp_path: Path) -> None:

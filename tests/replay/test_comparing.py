@@ -1,7 +1,6 @@
 """What another policy would have done: tables of requests and policies, and what must be said about both."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +8,9 @@ from support.decisions import SITE, Configure, Logged, classes, everywhere, line
 
 from gateway.core.request import CountMode
 from gateway.core.usage import Ending
-from gateway.replay.candidate_policy import CandidatePolicy
 from gateway.replay.comparing import compare
 from gateway.replay.figures import ALL, quantile
+from gateway.settings import Settings
 from gateway.telemetry.decision_lines import PromptLength
 
 LONG = {"class": "long_document", "when": {"prompt_tokens": ">= 16000"}, "pools": ["push"]}
@@ -244,7 +243,7 @@ def crowd(count: int, **fields: Any) -> list[Any]:
     return [line(number * 0.05, 2_000, 200, **fields) for number in range(count)]
 
 
-def small(configured: Configure, *names: str, max_wait_s: float = 60) -> CandidatePolicy:
+def small(configured: Configure, *names: str, max_wait_s: float = 60) -> Settings:
     """Return the site with two places per server for chats, and only these servers for them."""
     chats = {**SHORT, "pools": ["light"], "waiting": {"max_wait_s": max_wait_s}}
     limited = {"limits": {"knee_seqs": 2}}
@@ -369,14 +368,9 @@ def test_a_quantile_is_one_of_the_values(values: list[float], share: float, foun
 
 
 def test_the_tried_engines_are_those_of_its_profiles(logged: Logged, configured: Configure) -> None:
-    tried = configured()
-    backends = {
-        name: replace(one, perf=replace(one.perf, t_fixed=1.0)) if one.perf else one
-        for name, one in tried.policy.backends.items()
-    }
-    slow = replace(tried, policy=replace(tried.policy, backends=backends))
+    slow = {"slow": {"extends": "h100-tp2-push", "perf": {"t_fixed": 1.0}}}
 
-    report = compare(logged(*MIXED), slow)
+    report = compare(logged(*MIXED), configured(profiles=slow, backends=everywhere(profile="slow")))
 
     assert report.simulated is not None
     before, after = report.simulated.classes[ALL], report.predicted.classes[ALL]

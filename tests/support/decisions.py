@@ -6,9 +6,9 @@ from typing import Any
 
 from gateway.core.request import CountMode
 from gateway.core.usage import Ending
-from gateway.replay.candidate_policy import CandidatePolicy
 from gateway.replay.comparing import Report
 from gateway.replay.reading import Log
+from gateway.settings import Settings
 from gateway.telemetry import decision_lines
 from gateway.telemetry.decision_lines import PromptLength, RequestLine
 
@@ -30,7 +30,7 @@ SITE: Mapping[str, Any] = {
     },
 }
 
-Configure = Callable[..., CandidatePolicy]
+Configure = Callable[..., Settings]
 Written = Callable[..., Path]
 Logged = Callable[..., Log]
 
