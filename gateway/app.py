@@ -155,7 +155,7 @@ class Gateway:
         )
         cohort = Cohort()
         self.upstream = DirectUpstream(backends.values(), secrets=secrets, tls=tls, cohort=cohort)
-        self.estimator = open_estimator(settings.vocab)
+        self.estimator = open_estimator(settings.named.vocab)
         parts.say_how_it_counts(self.estimator)
         line, self.counts, self.drift = WaitingLine(), CountTracker(), DriftTracker()
         watch = BackendWatch(lambda: self.policy, self.ledger, self.counts, self.clock)
@@ -633,13 +633,13 @@ async def serve(
     ):
         settings.require(environ)  # before a store is started, which may read for minutes what it keeps
         async with TasksBeside(ConfigError) as tasks:
-            if settings.jobs_folder is None:
+            if settings.named.jobs_folder is None:
                 own: Settings | None = settings
             elif settings.is_job_worker:
-                own = settings.with_jobs_at(embedded_url(settings.jobs_folder))
+                own = settings.with_jobs_at(embedded_url(settings.named.jobs_folder))
             else:
                 require_free(settings.listen, settings.admin)  # before a folder is made, or read for minutes
-                url = await start_store(tasks, settings.jobs_folder, signals)
+                url = await start_store(tasks, settings.named.jobs_folder, signals)
                 own = None if url is None else settings.with_jobs_at(url)
             if own is not None:
                 gateway = Gateway(own, environ)

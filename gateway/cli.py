@@ -145,10 +145,10 @@ def _vocabulary_faults(settings: "Settings | None") -> "Iterator[Problem]":
     from gateway.settings.files import file_fault
     from gateway.tokenizer import vocab
 
-    if settings is None or settings.vocab is None or file_fault(settings.vocab):
+    if settings is None or settings.named.vocab is None or file_fault(settings.named.vocab):
         return
     try:
-        vocab.load(settings.vocab)
+        vocab.load(settings.named.vocab)
     except ConfigError as error:
         yield settings.problem(("tokenizer", "vocab"), str(error))
 

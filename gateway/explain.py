@@ -43,7 +43,7 @@ async def explain(
     asked = what_if.read(settings, body, key=key, headers=headers)
     request = asked.incoming.request
     model = deciding.model_of(policy, request.model)
-    estimator = open_estimator(settings.vocab)
+    estimator = open_estimator(settings.named.vocab)
     try:
         prompt = deciding.prompt_of(policy, asked.incoming)
         estimate = await estimator.estimate(prompt, model.template, policy.window_tokens)

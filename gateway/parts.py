@@ -243,7 +243,7 @@ def decision_log(settings: Settings, metrics: Metrics, clock: SystemClock) -> De
     Raises:
         ConfigError: the file cannot be written.
     """
-    section, file = settings.document.decisions, settings.decisions_file
+    section, file = settings.document.decisions, settings.named.decisions_file
     if section is None or file is None:
         return None
     found = DecisionLog(
@@ -336,7 +336,7 @@ class TlsContexts:
             ConfigError: a file is missing or unusable.
         """
         contexts = {
-            name: self._context(name, section.url, settings.tls(name))
+            name: self._context(name, section.url, settings.named.tls(name))
             for name, section in settings.document.backends.items()
         }
         self._known = {found: one for found, one in self._known.items() if one in contexts.values()}

@@ -147,7 +147,7 @@ async def serve(
     settings.require(environ)
     for number in range(workers):  # each has an admin port
         own = settings.for_worker(number, workers, None)
-        if settings.jobs_folder is not None:
+        if settings.named.jobs_folder is not None:
             require_free(own.admin)  # before a folder is made, or read for minutes
     with (
         anyio.open_signal_receiver(*STOP_SIGNALS) as signals,
@@ -168,7 +168,7 @@ async def serve(
         async with TasksBeside(ConfigError) as tasks:
             tasks.start_soon(logs.run, SystemClock())
             if settings.document.store is None:
-                url = await start_store(tasks, settings.jobs_folder, signals)
+                url = await start_store(tasks, settings.named.jobs_folder, signals)
                 order = replace(order, store_url=url)
             if settings.document.store is not None or order.store_url is not None:
                 tasks.start_soon(_pass_on, signals, settings, environ, group)

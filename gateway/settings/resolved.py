@@ -20,7 +20,6 @@ from gateway.settings.problems import Finding, Problem
 from gateway.settings.secrets import SecretMissing, SecretRef, digest, read_headers, read_signing_keys
 from gateway.settings.sections.service import StoreSection
 from gateway.settings.sections.site_profiles import resolve
-from gateway.settings.tls import BackendTls
 from gateway.settings.unmet import findings
 from gateway.settings.yaml_tree import Path as TreePath
 from gateway.settings.yaml_tree import Tree
@@ -63,16 +62,6 @@ class Settings:
     def admin(self) -> Address | None:
         """Address for operators; None: none."""
         return None if self.document.admin is None else address(self.document.admin)
-
-    @property
-    def vocab(self) -> Path | None:
-        """The vocabulary file; None if prompts are counted approximately."""
-        return self._named.vocab
-
-    @property
-    def jobs_folder(self) -> Path | None:
-        """The data folder of an embedded store for jobs; None if none is needed."""
-        return self._named.jobs_folder
 
     def with_jobs_at(self, url: str) -> "Settings":
         """Return these settings with jobs stored at `url`, if the file names no store.
@@ -178,7 +167,7 @@ class Settings:
 
     def launch_record(self, name: str) -> Path | None:
         """Return the file for the hashes of a box's launch commands, or None."""
-        return self._named.file(self.document.boxes[name].launch_record)
+        return self.named.file(self.document.boxes[name].launch_record)
 
     def box_token(self, name: str, member: str, environ: Mapping[str, str]) -> str | None:
         """Return the token for requests that start and stop a model, or None.
@@ -186,9 +175,14 @@ class Settings:
         Raises:
             ConfigError: the named secret does not exist.
         """
-        return _read(self._named.box_token(name, member), f"box {name}, {member}", environ)
+        return _read(self.named.box_token(name, member), f"box {name}, {member}", environ)
 
-    # -------------------------------------------------------------- secrets
+    # -------------------------------------------------------------- secrets and files
+
+    @property
+    def named(self) -> Named:
+        """The secrets, files and folders that it names."""
+        return Named(self.document, self.path.parent)
 
     def backend_key(self, backend_id: str, environ: Mapping[str, str]) -> str | None:
         """Return the API key for a backend, or None.
@@ -196,7 +190,7 @@ class Settings:
         Raises:
             ConfigError: the named secret does not exist.
         """
-        return _read(self._named.backend_key(backend_id), f"backend {backend_id}", environ)
+        return _read(self.named.backend_key(backend_id), f"backend {backend_id}", environ)
 
     def key_digests(self, environ: Mapping[str, str]) -> Mapping[str, bytes] | None:
         """Return the SHA-256 of callers' keys by name; None if no keys are required.
@@ -211,7 +205,7 @@ class Settings:
             if section.sha256 is not None:
                 digests[name] = bytes.fromhex(section.sha256)
             else:
-                digests[name] = digest(_read(self._named.key(name), f"key {name}", environ) or "")
+                digests[name] = digest(_read(self.named.key(name), f"key {name}", environ) or "")
         return digests
 
     def webhooks(self, environ: Mapping[str, str]) -> tuple[WebhookEndpoint, ...]:
@@ -223,7 +217,7 @@ class Settings:
         endpoints = []
         for name, section in self.document.webhooks.items():
             try:
-                secrets = read_signing_keys(self._named.webhook_secret(name), environ)
+                secrets = read_signing_keys(self.named.webhook_secret(name), environ)
             except (SecretMissing, ValueError) as error:
                 raise ConfigError(f"webhook {name}: {error}") from error
             keys = None if section.keys is None else frozenset(section.keys)
@@ -232,11 +226,6 @@ class Settings:
             )
         return tuple(endpoints)
 
-    @property
-    def decisions_file(self) -> Path | None:
-        """The file of the decision log; None: no decision log."""
-        return self._named.decisions_file
-
     def otlp_headers(self, environ: Mapping[str, str]) -> Mapping[str, str]:
         """Return the headers for the OpenTelemetry receiver.
 
@@ -244,24 +233,19 @@ class Settings:
             ConfigError: the named secret does not exist, or is invalid.
         """
         try:
-            return read_headers(self._named.otlp_headers, environ)
+            return read_headers(self.named.otlp_headers, environ)
         except (SecretMissing, ValueError) as error:
             raise ConfigError(f"telemetry: {error}") from error
 
-    def tls(self, backend_id: str) -> BackendTls:
-        """Return the TLS settings of a backend."""
-        return self._named.tls(backend_id)
-
-    def unmet(self, environ: Mapping[str, str]) -> tuple[Problem, ...]:
-        """Return everything the file refers to that is missing or unusable on this machine: variables, key
-        files, certificates, vocabulary, the folder of the decision log.
+    def unmet(
+        self, environ: Mapping[str, str], sections: Container[str] = Document.model_fields
+    ) -> tuple[Problem, ...]:
+        """Return everything these sections refer to that is missing or unusable on this machine: variables,
+        key files, certificates, vocabulary, the folder of the decision log.
 
         These are warnings for `check`, which may run elsewhere; `serve` does not start with any of them.
         """
-        return self._unmet(environ, Document.model_fields)
-
-    def _unmet(self, environ: Mapping[str, str], sections: Container[str]) -> tuple[Problem, ...]:
-        found = (one for one in findings(self._named, environ) if one.path[0] in sections)
+        found = (one for one in findings(self.named, environ) if one.path[0] in sections)
         return tuple(sorted(one.placed(str(self.path), self.tree) for one in found))
 
     def require(self, environ: Mapping[str, str], *, at_start: bool = True) -> None:
@@ -272,12 +256,8 @@ class Settings:
         Raises:
             ConfigError: lists everything that is missing.
         """
-        if unmet := self._unmet(environ, Document.model_fields if at_start else LIVE):
+        if unmet := self.unmet(environ, Document.model_fields if at_start else LIVE):
             raise ConfigError("\n".join(str(problem) for problem in unmet))
-
-    @property
-    def _named(self) -> Named:
-        return Named(self.document, self.path.parent)
 
     # -------------------------------------------------------------- messages
 

@@ -25,7 +25,7 @@ def test_the_configuration_is_valid_and_routes_as_the_shipped_demo_file(tmp_path
 def test_the_jobs_of_the_demo_are_just_enough_to_bring_their_model_in(tmp_path: Path) -> None:
     (tmp_path / "demo.yaml").write_text(config_text(URLS, data=tmp_path / "a folder: {with}"))
     mine = settings.load(tmp_path / "demo.yaml")
-    assert mine.jobs_folder == tmp_path / "a folder: {with}"
+    assert mine.named.jobs_folder == tmp_path / "a folder: {with}"
     triggers = mine.box_rules(BOX, 0.0).swaps.triggers
     assert list(triggers) == list(BOXED)
     assert triggers["qwen"].jobs == JOBS

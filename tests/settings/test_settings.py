@@ -74,7 +74,7 @@ def test_the_example_means_what_it_says(loaded: Load) -> None:
     settings = loaded(EXAMPLE)
     assert settings.listen == Address("127.0.0.1", 8080)
     assert settings.admin == Address("127.0.0.1", 9090)
-    assert settings.vocab is None
+    assert settings.named.vocab is None
     policy = settings.policy()
     assert {name: pool.backends for name, pool in policy.pools.items()} == {
         "light": ("light-0", "light-1"),
@@ -196,7 +196,7 @@ def test_origins_are_as_browsers_write_them(
 
 def test_a_vocabulary_is_found_beside_the_file(loaded: Load, plain: str, tmp_path: Path) -> None:
     settings = loaded(plain.replace("approximate", "{vocab: gemma4.tiktoken}"))
-    assert settings.vocab == tmp_path / "gemma4.tiktoken"
+    assert settings.named.vocab == tmp_path / "gemma4.tiktoken"
     (missing,) = settings.unmet({})
     assert (missing.line, missing.column) == (1, 20)
     (tmp_path / "gemma4.tiktoken").write_text("")
@@ -516,7 +516,7 @@ def test_a_client_certificate_and_its_key_belong_together(
     else:
         assert said == []
         loaded(text).require({})
-        assert loaded(text).tls("b").context().verify_mode is ssl.CERT_REQUIRED
+        assert loaded(text).named.tls("b").context().verify_mode is ssl.CERT_REQUIRED
 
 
 def test_a_key_without_a_certificate(checked: Check) -> None:
@@ -567,8 +567,8 @@ def test_settings_do_not_show_what_the_environment_filled_in(loaded: Load, plain
 def test_tls(loaded: Load, tmp_path: Path) -> None:
     https = one("profile: spark-fp8, tls: {ca_file: ca.pem, verify: false}").replace("http:", "https:")
     settings = loaded(https)
-    assert settings.tls("b").ca_file == tmp_path / "ca.pem"
-    assert settings.tls("b").verify is False
+    assert settings.named.tls("b").ca_file == tmp_path / "ca.pem"
+    assert settings.named.tls("b").verify is False
     assert [problem.message for problem in settings.unmet({})] == [f"there is no file {tmp_path / 'ca.pem'}"]
 
 
