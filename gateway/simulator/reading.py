@@ -118,6 +118,6 @@ class Members:
             return kind.validate_python(value)
         except ValidationError as error:
             for one in error.errors(include_url=False):
-                where = ".".join(map(str, ("body", name, *one["loc"])))
+                where = ".".join(filter(None, map(str, ("body", name, *one["loc"]))))
                 self.problem(one["type"], where, one["msg"], one["input"], one.get("ctx"))
             return None
