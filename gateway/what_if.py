@@ -243,7 +243,8 @@ class WhatIf:
         """
         settings, policy, changes = self._settings(), self._policy(), tuple[str, ...]()
         if question.config is not None:
-            settings, reload = await self._reloader.preview(question.config, question.config_name)
+            source = question.config.encode("utf-8", "replace")
+            settings, reload = await self._reloader.preview(source, question.config_name)
             policy = await beside(settings.policy)
             changes = (*reload.changes.now, *(f"{name}: needs a restart" for name in reload.changes.at_start))
         try:
@@ -258,12 +259,8 @@ class WhatIf:
         return replace(found, fleet="live", changes=changes)
 
     async def _anew(self, settings: Settings, policy: Policy, question: Question) -> Explanation:
-        asked = read(
-            settings,
-            question.request,
-            key=question.key,
-            headers=question.headers,
-        )
+        headers = {name.lower(): value for name, value in question.headers.items()}
+        asked = read(settings, bytes(question.request), key=question.key or None, headers=headers)
         request = asked.incoming.request
         model = deciding.model_of(policy, request.model)
         prompt = deciding.prompt_of(policy, asked.incoming)

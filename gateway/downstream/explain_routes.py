@@ -1,7 +1,5 @@
 """`POST /admin/explain`: the decision for a request, on the fleet in its current state."""
 
-from collections.abc import Mapping
-from dataclasses import field
 from typing import Any, Protocol
 
 import msgspec
@@ -9,7 +7,6 @@ from litestar import MediaType, Request, Response, post
 from litestar.handlers import BaseRouteHandler
 
 from gateway.core.errors import CallerError, ConfigError, InvalidRequest
-from gateway.core.value import valueclass
 from gateway.downstream.config_routes import InvalidConfiguration
 
 BODY_BYTES_MAX = 32 * 1024 * 1024
@@ -26,24 +23,23 @@ class RequestForgotten(CallerError):
     code = "request_not_found"
 
 
-@valueclass(frozen=True, slots=True)
-class Question:
-    """A request for an explanation.
+class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request for an explanation, as the body of `POST /admin/explain`.
 
     Attributes:
-        request: The body of a request; b"" for a past one.
+        request: The body of a request; empty for a past one.
         request_id: The id of a past request; "" for a new one.
-        key: Name of the caller's API key, or None.
-        headers: Headers of the request, names in lower case.
+        key: Name of the caller's API key; None or "": it has none.
+        headers: Headers of the request; case of names does not matter.
         config: Another configuration to decide under; None for the current one.
         config_name: What errors in it call its file; "" for the one in use.
     """
 
-    request: bytes = b""
+    request: msgspec.Raw = msgspec.Raw()
     request_id: str = ""
     key: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-    config: bytes | None = None
+    headers: dict[str, str] = {}
+    config: str | None = None
     config_name: str = ""
 
 
@@ -63,17 +59,6 @@ class Explainer(Protocol):
         """
 
 
-class _ExplainRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of `POST /admin/explain`."""
-
-    request: msgspec.Raw = msgspec.Raw()
-    request_id: str = ""
-    key: str | None = None
-    headers: dict[str, str] = {}
-    config: str | None = None
-    config_name: str = ""
-
-
 def explain_handlers(explainer: Explainer) -> list[BaseRouteHandler]:
     """Return the route handler of `POST /admin/explain`."""
 
@@ -91,19 +76,11 @@ def explain_handlers(explainer: Explainer) -> list[BaseRouteHandler]:
 
 def _question(source: bytes) -> Question:
     try:
-        asked = msgspec.json.decode(source, type=_ExplainRequest)
+        asked = msgspec.json.decode(source, type=Question)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"The body is not a valid question for `explain`: {error}.") from error
-    body = bytes(asked.request)
-    if bool(body) == bool(asked.request_id):
+    if bool(bytes(asked.request)) == bool(asked.request_id):
         raise InvalidRequest("Give either `request`, the body of a request, or `request_id`, of a past one.")
     if asked.config is not None and len(asked.config) > CONFIG_CHARS_MAX:
         raise InvalidRequest(f"`config` is longer than {CONFIG_CHARS_MAX} characters.", param="config")
-    return Question(
-        request=body,
-        request_id=asked.request_id,
-        key=asked.key or None,
-        headers={name.lower(): value for name, value in asked.headers.items()},
-        config=None if asked.config is None else asked.config.encode("utf-8", "replace"),
-        config_name=asked.config_name,
-    )
+    return asked
