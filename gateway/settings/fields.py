@@ -100,41 +100,27 @@ Sharpness = Annotated[float, Field(ge=1, le=20), BeforeValidator(number)]
 """Numbers in the file. Their upper limits are choices, far above any real value: arithmetic stays finite."""
 
 
-_SLUG = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+def _matching(pattern: str, complaint: str) -> AfterValidator:
+    def check(written: str) -> str:
+        if not re.fullmatch(pattern, written):
+            raise ValueError(complaint)
+        return written
+
+    return AfterValidator(check)
 
 
-def _slug(name: str) -> str:
-    if not re.fullmatch(_SLUG, name):
-        raise ValueError(
-            "names are made of letters, digits, '-', '_' and '.', and start with a letter or digit: "
-            "they become metric labels and header values"
-        )
-    return name
+_SLUG, _PREFIX, _SHA256 = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", r"^[A-Za-z0-9_-]{1,32}$", "^[0-9a-fA-F]{64}$"
+_NAME_RULE = (
+    "names are made of letters, digits, '-', '_' and '.', and start with a letter or digit: "
+    "they become metric labels and header values"
+)
+_PREFIX_RULE = "a prefix is 1 to 32 letters, digits, '-' and '_'"
+_SHA256_RULE = "a SHA-256 is 64 hex digits, without the `-` that sha256sum prints behind them"
 
-
-Slug = Annotated[str, AfterValidator(_slug), Field(json_schema_extra={"pattern": _SLUG})]
+Slug = Annotated[str, _matching(_SLUG, _NAME_RULE), Field(json_schema_extra={"pattern": _SLUG})]
+Prefix = Annotated[str, _matching(_PREFIX, _PREFIX_RULE), Field(json_schema_extra={"pattern": _PREFIX})]
+Sha256 = Annotated[str, _matching(_SHA256, _SHA256_RULE), Field(json_schema_extra={"pattern": _SHA256})]
 Text = Annotated[str, Field(min_length=1)]
-
-
-_PREFIX = r"^[A-Za-z0-9_-]{1,32}$"
-
-
-def _prefix(written: str) -> str:
-    if not re.fullmatch(_PREFIX, written):
-        raise ValueError("a prefix is 1 to 32 letters, digits, '-' and '_'")
-    return written
-
-
-Prefix = Annotated[str, AfterValidator(_prefix), Field(json_schema_extra={"pattern": _PREFIX})]
-
-
-def _sha256(written: str) -> str:
-    if not re.fullmatch(r"[0-9a-fA-F]{64}", written):
-        raise ValueError("a SHA-256 is 64 hex digits, without the `-` that sha256sum prints behind them")
-    return written
-
-
-Sha256 = Annotated[str, AfterValidator(_sha256), Field(json_schema_extra={"pattern": "^[0-9a-fA-F]{64}$"})]
 
 
 def _versions(written: Any) -> Any:
@@ -219,18 +205,10 @@ def one_or_many(written: Any) -> Any:
     return [written] if isinstance(written, str) else written
 
 
-Command = Annotated[
-    tuple[Text, ...],
-    Field(min_length=1),
-    ShortForm(one_or_many, {"type": "string"}),
-]
+Command = Annotated[tuple[Text, ...], Field(min_length=1), ShortForm(one_or_many, {"type": "string"})]
 """A command: a list of its words, or one text for a shell."""
 
-Names = Annotated[
-    tuple[Slug, ...],
-    Field(min_length=1),
-    ShortForm(one_or_many, {"type": "string"}),
-]
+Names = Annotated[tuple[Slug, ...], Field(min_length=1), ShortForm(one_or_many, {"type": "string"})]
 """A name, or a list of names."""
 
 Events = Annotated[

@@ -37,17 +37,13 @@ def _sections(
         required = key in section.get("required", ())
         default = "required" if required else _default(value)
         yield f"| `{key}` | {_takes(value, defs)} | {default} | {_line(value['description'])} |"
-        inner += [(_join(path, key, suffix), name) for name, suffix in _used(value, "")]
+        inner += [(f"{path}.{key}{suffix}".lstrip("."), name) for name, suffix in _used(value, "")]
     yield ""
     for place, name in inner:
         if name in seen and name in _ONCE:
             continue
         seen.add(name)
         yield from _sections(place, defs[name], defs, seen)
-
-
-def _join(path: str, key: str, suffix: str) -> str:
-    return (f"{path}.{key}" if path else key) + suffix
 
 
 def _used(value: Mapping[str, Any], suffix: str) -> Iterator[tuple[str, str]]:

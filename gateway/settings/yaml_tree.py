@@ -138,6 +138,9 @@ class _Builder:
             self._tree.substituted.add(path)
         return self._scalar(node)
 
+    def _complain(self, mark: Mark, message: str) -> None:
+        self._tree.problems.append((mark, message))
+
     def _count(self, depth: int) -> None:
         self._built += 1
         if self._built > _VALUES_MAX or depth > _DEPTH_MAX:
@@ -154,12 +157,12 @@ class _Builder:
             key = self._constructed(key_node) if isinstance(key_node, yaml.ScalarNode) else None
             if not isinstance(key, str):
                 written = repr(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "it"
-                self._tree.problems.append((mark, f"a key must be text; put {written} in quotes"))
+                self._complain(mark, f"a key must be text; put {written} in quotes")
                 key = str(key_node.value)
             key = self._characters(key, mark)
             if key in built:
                 first = self._tree.keys[(*path, key)].line
-                self._tree.problems.append((mark, f'"{key}" is given twice, first in line {first}'))
+                self._complain(mark, f'"{key}" is given twice, first in line {first}')
                 continue
             self._tree.keys[(*path, key)] = mark
             built[key] = self.build(value_node, (*path, key))
@@ -176,9 +179,7 @@ class _Builder:
         sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
         for source in sources:
             if not isinstance(source, yaml.MappingNode):
-                self._tree.problems.append(
-                    (_mark(source.start_mark), "<< takes a mapping, or a list of them")
-                )
+                self._complain(_mark(source.start_mark), "<< takes a mapping, or a list of them")
                 continue
             inner: list[yaml.Node] = []
             for key_node, value_node in source.value:
@@ -195,11 +196,11 @@ class _Builder:
         value = self._constructed(node)
         if type(value) in (int, float) and ":" in node.value:
             message = f"YAML takes {node.value} for base 60, which is {value}; write {value}, or quote a text"
-            self._tree.problems.append((_mark(node.start_mark), message))
+            self._complain(_mark(node.start_mark), message)
         elif type(value) is int and (octal := _OCTAL.fullmatch(node.value)):
             plain = octal["sign"] + octal["digits"]
             message = f"YAML takes {node.value} for octal, which is {value}; write {plain} if that is meant"
-            self._tree.problems.append((_mark(node.start_mark), message))
+            self._complain(_mark(node.start_mark), message)
         if isinstance(value, str) and "${" in value:
             value = _VARIABLE.sub(lambda match: self._variable(match, _mark(node.start_mark)), value)
         if isinstance(value, str):
@@ -213,7 +214,7 @@ class _Builder:
         try:
             return value.encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:
-            self._tree.problems.append((mark, "it contains bytes that are not UTF-8, or half a character"))
+            self._complain(mark, "it contains bytes that are not UTF-8, or half a character")
             return ""
 
     def _constructed(self, node: yaml.Node) -> Any:
@@ -230,9 +231,8 @@ class _Builder:
         except (ValueError, KeyError, OverflowError, AttributeError) as error:
             # The last one is raised for a text that is tagged as a date and is not one.
             why = "it is not a date" if isinstance(error, AttributeError) else error
-            self._tree.problems.append(
-                (_mark(node.start_mark), f"this is not a valid value: {why}; put text in quotes")
-            )
+            complaint = f"this is not a valid value: {why}; put text in quotes"
+            self._complain(_mark(node.start_mark), complaint)
             return None
 
     def _variable(self, match: re.Match[str], mark: Mark) -> str:
@@ -241,15 +241,14 @@ class _Builder:
             return "${"
         if name is None:
             message = "${ is no variable here; write ${NAME} or ${NAME:-default}, or $${ for ${ itself"
-            self._tree.problems.append((mark, message))
+            self._complain(mark, message)
             return ""
         value = self._environ.get(name, "")
         if default is not None:
             return value or default.removeprefix(":-")
         if name not in self._environ:
-            self._tree.problems.append(
-                (mark, f"environment variable {name} is not set; ${{{name}:-default}} gives it a default")
-            )
+            complaint = f"environment variable {name} is not set; ${{{name}:-default}} gives it a default"
+            self._complain(mark, complaint)
         return value
 
 
