@@ -2,7 +2,7 @@
 
 import gzip
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import BufferedReader
 from pathlib import Path
@@ -85,14 +85,16 @@ def read(files: Sequence[Path]) -> Log:
     for file in files:
         own: set[int] = set()
         try:
-            with file.open("rb") as written, _uncompressed(written) as lines:
-                for number, line in enumerate(lines, 1):
-                    if not _take(str(file), number, line, entries, policies, broken):
-                        continue
-                    own.add(hash(line))
-                    if hash(line) in earlier:
-                        entries.pop()
-                        repeated += 1
+            for key, found in _lines(file):
+                if isinstance(found, PolicyLine):
+                    policies[found.version] = found
+                elif isinstance(found, Broken):
+                    broken.append(found)
+                elif key in earlier:
+                    repeated += 1
+                else:
+                    own.add(key)
+                    entries.append(found)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise Unusable(f"{file}: it is compressed, and damaged: {error}") from error
         except OSError as error:
@@ -100,11 +102,20 @@ def read(files: Sequence[Path]) -> Log:
         earlier |= own
     if not entries:
         names = ", ".join(map(str, files))
-        said = f" (broken lines: {len(broken)}; the first is {_place(broken[0])})" if broken else ""
+        first = f"{broken[0].file}:{broken[0].line}" if broken else ""
+        said = f" (broken lines: {len(broken)}; the first is {first})" if broken else ""
         raise Unusable(f"{names}: there are no requests in it{said}")
     entries = [_as_it_came(entry, policies) for entry in entries]
     entries.sort(key=lambda entry: entry.past.at)
     return Log(tuple(map(str, files)), entries, policies, broken, repeated)
+
+
+def _lines(file: Path) -> Iterator[tuple[int, Entry | PolicyLine | Broken]]:
+    """Yield what the lines of a file hold, each with a hash of it."""
+    with file.open("rb") as written, _uncompressed(written) as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield hash(line), _read(str(file), number, line)
 
 
 def _uncompressed(written: BufferedReader) -> BufferedReader | gzip.GzipFile:
@@ -113,17 +124,7 @@ def _uncompressed(written: BufferedReader) -> BufferedReader | gzip.GzipFile:
     return gzip.GzipFile(fileobj=written) if is_compressed else written
 
 
-def _take(
-    file: str,
-    number: int,
-    line: bytes,
-    entries: list[Entry],
-    policies: dict[str, PolicyLine],
-    broken: list[Broken],
-) -> bool:
-    """Take what a line holds. Return whether that is a request, which is then the last of `entries`."""
-    if not line.strip():
-        return False
+def _read(file: str, number: int, line: bytes) -> Entry | PolicyLine | Broken:
     try:
         found = decision_lines.read(line)
     except NewerFormat as error:
@@ -132,13 +133,8 @@ def _take(
             f"{decision_lines.VERSION}"
         ) from error
     except ValueError as error:
-        broken.append(Broken(file, number, str(error), is_torn=not line.endswith(b"\n")))
-        return False
-    if isinstance(found, PolicyLine):
-        policies[found.version] = found
-        return False
-    entries.append(Entry(file, number, found, _asked(found)))
-    return True
+        return Broken(file, number, str(error), is_torn=not line.endswith(b"\n"))
+    return found if isinstance(found, PolicyLine) else Entry(file, number, found, _asked(found))
 
 
 def _asked(past: RequestLine) -> RequestFeatures | None:
@@ -162,7 +158,3 @@ def _as_it_came(entry: Entry, policies: Mapping[str, PolicyLine]) -> Entry:
     matched = classification.classify(model, free.request(entry.past.key), asked.estimate)
     is_explained = matched is not None and matched[0].name == asked.handed_over_as
     return replace(entry, asked=free) if is_explained else entry
-
-
-def _place(broken: Broken) -> str:
-    return f"{broken.file}:{broken.line}"
