@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from io import BytesIO
 
+from gateway.downstream.lingering import Forwarding
 from gateway.downstream.relay import Uploads
 
 WORTH_BYTES = 65_536
@@ -18,8 +19,8 @@ TOGETHER_MAX = 64 * 1024 * 1024
 callers could hold it."""
 
 
-class BodyReceiver(asyncio.BufferedProtocol):
-    """Replaces a connection's protocol until a body is complete, and forwards all other events to it."""
+class BodyReceiver(Forwarding, asyncio.BufferedProtocol):
+    """Replaces a connection's protocol until a body is complete."""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class BodyReceiver(asyncio.BufferedProtocol):
 
         `on_bytes` is called after each read, with its number of bytes and whether the body is complete.
         """
-        self._protocol = protocol
+        super().__init__(protocol)
         self._uploads = uploads
         self._size = size
         self._on_bytes = on_bytes
@@ -70,18 +71,6 @@ class BodyReceiver(asyncio.BufferedProtocol):
         self._left = self._left[nbytes:]
         self._on_bytes(nbytes, not self._left)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Forward the event."""
-        self._protocol.connection_lost(exc)
-
     def eof_received(self) -> bool | None:
         """Forward the event."""
         return self._protocol.eof_received()
-
-    def pause_writing(self) -> None:
-        """Forward the event."""
-        self._protocol.pause_writing()
-
-    def resume_writing(self) -> None:
-        """Forward the event."""
-        self._protocol.resume_writing()

@@ -12,11 +12,11 @@ from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGIReceiveEve
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
-class Lingering(asyncio.Protocol):
-    """Replaces a connection's protocol: discards incoming data, and forwards every other event to it."""
+class Forwarding(asyncio.BaseProtocol):
+    """Stands in for a connection's protocol, to which it forwards every event but incoming data."""
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
-        """Forward to `protocol`, whose last answer has been written."""
+        """Forward to `protocol`."""
         self._protocol = protocol
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -30,6 +30,10 @@ class Lingering(asyncio.Protocol):
     def resume_writing(self) -> None:
         """Forward the event."""
         self._protocol.resume_writing()
+
+
+class Lingering(Forwarding, asyncio.Protocol):
+    """Discards incoming data: the last answer of its protocol has been written."""
 
 
 class ClosingTransport:
