@@ -91,7 +91,7 @@ class IdempotentRequests:
         try:
             work = await read(received)
         except BaseException:
-            await HeldKey(self.rules, claim).free()
+            await HeldKey(self.rules, claim).end(None)
             raise
         return partial(self._run, work, claim)
 
@@ -105,7 +105,7 @@ class IdempotentRequests:
                 await work(recording)
         finally:
             recording.forget()
-            await mark.free()
+            await mark.end(None)
 
     async def _replay(self, received: Received, answer: StoredAnswer, downstream: HttpDownstream) -> None:
         """Send a stored answer.
@@ -159,15 +159,11 @@ class HeldKey:
                 except StoreUnavailable:
                     pass  # logged by the store; the next renewal may be in time
 
-    async def keep(self, answer: StoredAnswer) -> None:
-        """Store the answer if possible: the caller gets it in any case."""
-        await self._end(answer)
+    async def end(self, answer: StoredAnswer | None) -> None:
+        """Store the answer if possible, since the caller gets it in any case; None: release the key.
 
-    async def free(self) -> None:
-        """Release the key, unless the answer was stored."""
-        await self._end(None)
-
-    async def _end(self, answer: StoredAnswer | None) -> None:
+        Does nothing if that was done before.
+        """
         store, claim = self._rules.store, self._claim
         with anyio.CancelScope(shield=True):  # bounded by the store's timeouts
             async with self._turn:
@@ -247,9 +243,9 @@ class Recording(HttpDownstream):
     async def _end(self) -> None:
         """Store the complete answer, or release the key if it cannot be stored."""
         if self._parts is None or not 200 <= self._status < 300:
-            await self._mark.free()
+            await self._mark.end(None)
         else:
-            await self._mark.keep(StoredAnswer(self._status, self._headers, b"".join(self._parts)))
+            await self._mark.end(StoredAnswer(self._status, self._headers, b"".join(self._parts)))
         self.forget()
 
 
