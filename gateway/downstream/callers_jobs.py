@@ -169,7 +169,8 @@ class CallersJobs:
         Raises:
             StreamBroken: the store has lost `last`.
         """
-        if not await self._jobs.changed(job.id, _number_after(last), wait_s, job.status):
+        start = 0 if last is None else last.number + 1
+        if not await self._jobs.changed(job.id, start, wait_s, job.status):
             return (await self._again(job) if is_placed else job), ()
         chunks = await self._chunks_after(job, last)
         return (job if chunks else await self._again(job)), chunks
@@ -289,10 +290,6 @@ def gone(id: str, param: str | None = None) -> ResponseNotFound:
     """Return the error for an id that does not exist for this caller."""
     message = f"No response {id[:64]!r} is kept here for this key: it is unknown, deleted or expired."
     return ResponseNotFound(message, param=param)
-
-
-def _number_after(last: Chunk | None) -> int:
-    return 0 if last is None else last.number + 1
 
 
 def _replayed(facts: JobFacts, job: Job, chunks: Sequence[Chunk]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ counted only once, either here or in the pipeline.
 import logging
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import anyio
@@ -75,11 +76,7 @@ class ChatJobs:
     def answering(self, request: WireRequest, received: Received) -> Work:
         """Return the work that answers a chat."""
         held = [(request, received)]  # popped: once it is a job, only the store has its body
-
-        async def work(downstream: HttpDownstream) -> None:
-            await self._answer(held, downstream)
-
-        return work
+        return partial(self._answer, held)
 
     async def _answer(self, held: list[tuple[WireRequest, Received]], downstream: HttpDownstream) -> None:
         request, received = held.pop()

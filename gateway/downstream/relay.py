@@ -20,7 +20,6 @@ from gateway.tasks import TasksBeside
 FINISH_S = 30.0
 """How long the end of a body may wait for a caller that does not read. A choice: the backend has finished."""
 
-
 KEY_SHARE = 0.75
 """Share of the memory for bodies being received that those of one API key may take. A choice: enough for one
 key's burst, and the others can go on."""
@@ -267,14 +266,7 @@ def check_encoding(written: str | None) -> None:
 async def read_body(
     scope: Scope, receive: Receive, limits: BodyLimits, uploads: Uploads, key: str | None
 ) -> bytes:
-    """Return the request body of a caller with that API key.
-
-    Raises:
-        BodyTooLarge: it exceeds the limit; detected by its Content-Length if it has one.
-        RequestTimeout: it was not complete in time.
-        OutOfResources: all bodies being received, or those of this key, have reached their limit.
-        CallerGone: the caller disconnected.
-    """
+    """Return the request body of a caller with that API key. Raises as `Call.body`."""
     announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
     if announced.isdigit() and announced_bytes(announced) > limits.bytes_max:
         raise _too_large(limits.bytes_max)
@@ -305,12 +297,9 @@ def _too_large(bytes_max: int) -> BodyTooLarge:
 
 
 async def run_for_caller(work: Callable[[], Awaitable[None]], receive: Receive) -> None:
-    """Run `work`, and cancel it when the caller disconnects.
+    """Run `work`, and cancel it when the caller disconnects. Raises as `Call.run`.
 
     ASGI reports a disconnect only through `receive`, so a task has to wait for it all the time.
-
-    Raises:
-        GatewayError, CallerStalled: as raised by `work`.
     """
     async with TasksBeside(GatewayError, CallerStalled) as tasks:
         tasks.start_soon(_cancel_when_gone, receive, tasks.cancel_scope)
