@@ -46,25 +46,16 @@ class Chat(msgspec.Struct, gc=False):
     n: int | None = None
 
 
-class _LongMessage(msgspec.Struct, gc=False):
+class _LongMessage(Message, gc=False):
     """`Message` whose content may be a long text."""
 
-    role: str
-    content: msgspec.Raw = _NULL
-    tool_calls: list[Any] | None = None
-    reasoning: Any = None
-    reasoning_content: Any = None
+    content: msgspec.Raw = _NULL  # type: ignore[assignment]
 
 
-class _LongChat(msgspec.Struct, gc=False):
+class _LongChat(Chat, gc=False):
     """`Chat` with `_LongMessage`s."""
 
-    model: str
-    messages: list[_LongMessage]
-    stream: bool | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    n: int | None = None
+    messages: list[_LongMessage]  # type: ignore[assignment]
 
 
 CHAT = msgspec.json.Decoder(Chat)
