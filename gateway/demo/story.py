@@ -87,7 +87,6 @@ class Gauge:
     """One backend as the gateway's operators see it.
 
     Attributes:
-        name: Its id.
         state: The gateway's belief about it; "starting" before the gateway runs.
         reason: Why it is in that state.
         in_flight: Sequences the gateway has there.
@@ -152,13 +151,7 @@ class SubmittedJob:
 
 @valueclass(frozen=True, slots=True)
 class Note:
-    """Something that happened to the fleet, or that the demo did.
-
-    Attributes:
-        at: When.
-        text: In words.
-        mood: "good", "bad" or "plain".
-    """
+    """Something that happened to the fleet, or that the demo did. `mood`: "good", "bad" or "plain"."""
 
     at: float
     text: str
@@ -181,7 +174,6 @@ class Story:
         url: Where the gateway listens; "" before it does.
         caption: What is going on, in a sentence.
         fleet: The backends, by name.
-        box: The machine on which models take turns.
         jobs: What was handed over.
         left_out: What the demo cannot show here, and why; "" where it shows all.
         exchanges: Every request.

@@ -25,12 +25,7 @@ PACE_BYTES_S = 16 * 1024
 
 @valueclass(frozen=True, slots=True)
 class Field:
-    """A complete form field.
-
-    Attributes:
-        name: Its name.
-        value: Its value.
-    """
+    """A complete form field."""
 
     name: str
     value: str
@@ -38,12 +33,7 @@ class Field:
 
 @valueclass(frozen=True, slots=True)
 class FileBegins:
-    """The beginning of a file.
-
-    Attributes:
-        name: Name of its field.
-        filename: Name given by the sender.
-    """
+    """The beginning of a file: the name of its field, and that which its sender gave it."""
 
     name: str
     filename: str

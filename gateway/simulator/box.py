@@ -35,8 +35,6 @@ class Box:
     """Several models that share one memory.
 
     Attributes:
-        options: Its options.
-        models: By name.
         violations: How often a model needed the memory while another held it.
         swaps, residencies, violation_log: The latest of each, oldest first.
     """

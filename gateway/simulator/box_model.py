@@ -42,8 +42,6 @@ class Swap:
     """A change of the answering model.
 
     Attributes:
-        left: The previous model.
-        came: The new model.
         at_s: Epoch seconds.
         took_s: Engine seconds since the previous one stopped answering.
     """
@@ -59,7 +57,6 @@ class Residency:
     """A period during which a model answered.
 
     Attributes:
-        model: Its name.
         from_s, until_s: Epoch seconds; `until_s` is None for the current one.
         engine_s: Its duration in engine seconds, once it is over.
     """
@@ -75,7 +72,6 @@ class Violation:
     """A model needed the memory while others held it.
 
     Attributes:
-        model: Its name.
         held_by: The models that held it.
         at_s: Epoch seconds.
         by: The order: "start" or "wake_up".
@@ -91,10 +87,8 @@ class Model:
     """One model of a box. Its counters cover the whole lifetime of the box.
 
     Attributes:
-        name: Its name.
         options: Its options, with the actual port.
-        state: Its state.
-        since_s: Since when, in epoch seconds.
+        since_s: Since when it is in its state, in epoch seconds.
         reason: Why it failed; "" if it has not.
         starts: Start orders carried out.
         failed_boots: Failed boots.

@@ -121,9 +121,7 @@ class EngineHost:
     """One engine process, from its start until it is stopped or dies.
 
     Attributes:
-        engine: The engine.
         tally: Its counters.
-        is_dead: It has died.
         is_stopped: It will not step again, dead or stopped.
         cut: Requests whose engine ended, or that were cut off.
     """
