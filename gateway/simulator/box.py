@@ -24,7 +24,7 @@ from gateway.simulator.box_model import HOLDING, Busy, Model, Residency, State, 
 from gateway.simulator.box_options import Boot, BoxOptions
 from gateway.simulator.door import Door, cut_connections, wire
 from gateway.simulator.options import Fault, FaultOrder, SimulatorOptions
-from gateway.simulator.server import Simulator, behind
+from gateway.simulator.server import Memory, Simulator, behind
 from gateway.tasks import TasksBeside
 
 _REMEMBERED = 1000
@@ -233,8 +233,8 @@ class Box:
         self._left = (model.name, anyio.current_time())
 
 
-class _Share:
-    """A model's view of the memory: `server.Memory`."""
+class _Share(Memory):
+    """A model's share of the box's memory."""
 
     def __init__(self, box: Box, model: Model) -> None:
         self._box = box

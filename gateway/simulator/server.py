@@ -5,7 +5,6 @@ import math
 import signal
 from collections.abc import AsyncIterator, Callable
 from email.utils import formatdate
-from typing import Protocol
 
 import anyio
 from anyio.abc import TaskGroup
@@ -30,8 +29,8 @@ _DYING_S = 0.5
 """From the engine's death to the server's: about as measured on vLLM (0.3 to 0.9 s)."""
 
 
-class Memory(Protocol):
-    """The memory a server shares with others. Told of its sleep, which frees memory and takes it back."""
+class Memory:
+    """A server's memory. Told of its sleep, which frees memory and takes it back: others may share it."""
 
     def asleep(self) -> None:
         """Note that the server has fallen asleep and its memory is free."""
@@ -56,9 +55,7 @@ class Simulator:
         booted: Set once it accepts connections; replaced when it boots again.
     """
 
-    def __init__(
-        self, options: SimulatorOptions, tasks: TaskGroup, door: Door, memory: Memory | None
-    ) -> None:
+    def __init__(self, options: SimulatorOptions, tasks: TaskGroup, door: Door, memory: Memory) -> None:
         """Take over a port; connections are refused until `boot`."""
         self.options = options
         self.faults = Faults()
@@ -149,8 +146,8 @@ class Simulator:
             if level > 0:
                 host.engine.forget_prefixes()
                 await anyio.sleep(self.options.sleep_s / self.options.speed)
-            if level > 0 and self._memory is not None and not host.is_stopped:
-                self._memory.asleep()
+                if not host.is_stopped:
+                    self._memory.asleep()
 
     def doze(self, level: int) -> None:
         """Keep new requests waiting from now on, as a sleeping engine does; what runs goes on."""
@@ -164,8 +161,7 @@ class Simulator:
                 return
             host, level = self.host, self.sleep_level
             if level > 0:
-                if self._memory is not None:
-                    self._memory.waking()
+                self._memory.waking()
                 await anyio.sleep(self.options.wake_s / self.options.speed)
             if host.is_stopped:
                 return
@@ -173,7 +169,7 @@ class Simulator:
                 self.order(FaultOrder(Fault.WRONG_TEXT))
             self.sleep_level = None
             host.release()
-            if level > 0 and self._memory is not None:
+            if level > 0:
                 self._memory.awake()
 
     async def stop(self) -> None:
@@ -250,14 +246,13 @@ class Simulator:
         await cut_connections(self._state)
         self._cut += self.host.cut
         self.host = self._new_host()
-        memory = self._memory if self.sleep_level else None
-        self.sleep_level = None
-        if memory is not None:
-            memory.waking()
+        had_freed, self.sleep_level = bool(self.sleep_level), None
+        if had_freed:
+            self._memory.waking()
         self._lift(order)
         await self.boot(order.for_s)
-        if memory is not None:
-            memory.awake()
+        if had_freed:
+            self._memory.awake()
 
     async def _until_lifted(self, order: FaultOrder, default_s: float) -> None:
         """Wait until an order is lifted or its time is over."""
@@ -315,7 +310,7 @@ async def behind(
 ) -> AsyncIterator[Simulator]:
     """Run a server behind a port that is there already; it is yielded before it boots. Leaving kills it."""
     async with TasksBeside(Exception) as tasks:
-        server = Simulator(options, tasks, door, memory)
+        server = Simulator(options, tasks, door, memory or Memory())
         try:
             tasks.start_soon(server.keep_date)
             if options.fault is not None:
