@@ -1,7 +1,7 @@
 """`gemma-gateway replay`: for people and for programs."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +15,7 @@ from gateway import settings
 from gateway.commands import config_option, fail, json_option, usable
 from gateway.replay import reading
 from gateway.replay.comparing import Report, compare
-from gateway.replay.figures import Figures
+from gateway.replay.figures import Figures, Side
 from gateway.replay.moving import Move
 from gateway.replay.reading import Unusable
 
@@ -119,16 +119,20 @@ def _table(report: Report) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column in {"class", ""} else "right")
-    sides = [("recorded", report.recorded), ("simulated", report.simulated), ("predicted", report.predicted)]
-    known = [(name, side) for name, side in sides if side is not None]
-    for traffic_class in dict.fromkeys(name for _, side in known for name in side.classes):
+    known = _sides(report)
+    for traffic_class in dict.fromkeys(name for side in known.values() for name in side.classes):
         label = traffic_class
-        for name, side in known:
+        for name, side in known.items():
             if traffic_class in side.classes:
                 style = "bold" if name == "predicted" else None
                 table.add_row(label, name, *_cells(side.classes[traffic_class]), style=style)
                 label = ""
     return table
+
+
+def _sides(report: Report) -> Mapping[str, Side]:
+    sides = {"recorded": report.recorded, "simulated": report.simulated, "predicted": report.predicted}
+    return {name: side for name, side in sides.items() if side is not None}
 
 
 def _cells(figures: Figures) -> Sequence[str]:
@@ -175,8 +179,7 @@ def _distance(report: Report) -> Iterator[str]:
 def _served(report: Report) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("served by")
-    sides = {"recorded": report.recorded, "simulated": report.simulated, "predicted": report.predicted}
-    known = {name: side.served for name, side in sides.items() if side is not None}
+    known = {name: side.served for name, side in _sides(report).items()}
     for name in known:
         table.add_column(name, justify="right")
     for backend in sorted({one for served in known.values() for one in served}):
