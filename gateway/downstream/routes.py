@@ -13,12 +13,7 @@ from litestar.params import FromPath
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from gateway.core.backends import Backend
-from gateway.core.errors import (
-    GatewayError,
-    InvalidRequest,
-    ModelNotFound,
-    RouteNotFound,
-)
+from gateway.core.errors import GatewayError, InvalidRequest, ModelNotFound, RouteNotFound
 from gateway.core.policy import Policy
 from gateway.core.request import Endpoint
 from gateway.core.trace import Trace
@@ -43,12 +38,7 @@ from gateway.downstream.reading import BodyReaders, Read, Received, Work
 from gateway.downstream.relay import AsgiCall, BodyLimits
 from gateway.downstream.responses import PATH as RESPONSES
 from gateway.downstream.responses import Responses
-from gateway.downstream.serving import (
-    Relayed,
-    ServedChats,
-    Serving,
-    new_request_id,
-)
+from gateway.downstream.serving import Relayed, ServedChats, Serving, new_request_id
 from gateway.downstream.stored_responses import ResponseRetention
 from gateway.events import about
 from gateway.pipeline import Pipeline
@@ -365,10 +355,6 @@ def _render(error: GatewayError) -> Response[bytes]:
     return Response(body, status_code=error.status, headers=headers, media_type=MediaType.JSON)
 
 
-def _gateway_error(_: Request[Any, Any, Any], error: GatewayError) -> Response[bytes]:
-    return _render(error)
-
-
 def _framework_error(
     absences: Absences, request: Request[Any, Any, Any], error: HTTPException
 ) -> Response[bytes]:
@@ -399,7 +385,7 @@ def _unexpected(_: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
 def exception_handlers(absences: Absences) -> dict[int | type[Exception], Any]:
     """Return what answers for errors on a port where some paths have no route."""
     return {
-        GatewayError: _gateway_error,
+        GatewayError: lambda _, error: _render(error),
         HTTPException: partial(_framework_error, absences),
         Exception: _unexpected,
     }
