@@ -6,6 +6,7 @@ Routes ask the surrounding `Simulator` for its engine each time: it is replaced 
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -70,8 +71,8 @@ class Application:
             "/tokenize": {"POST": self._tokenize},
             "/detokenize": {"POST": self._detokenize},
             "/v1/models": {"GET": self._models},
-            "/v1/chat/completions": {"POST": self._chat},
-            "/v1/completions": {"POST": self._completion},
+            "/v1/chat/completions": {"POST": partial(self._generate, read=read_chat, prefix="chatcmpl")},
+            "/v1/completions": {"POST": partial(self._generate, read=read_completion, prefix="cmpl")},
             "/simulator/fault": {"GET": self._show_fault, "POST": self._set_fault},
             "/simulator/sequences": {"GET": self._sequences, "DELETE": self._forget_sequences},
         }
@@ -207,14 +208,12 @@ class Application:
 
     # -------------------------------------------------------------- answers
 
-    async def _chat(self, exchange: Exchange) -> None:
-        await self._generate(exchange, read_chat, "chatcmpl")
-
-    async def _completion(self, exchange: Exchange) -> None:
-        await self._generate(exchange, read_completion, "cmpl")
-
     async def _generate(
-        self, exchange: Exchange, read: Callable[[dict[str, Any], SimulatorOptions], ParsedCall], prefix: str
+        self,
+        exchange: Exchange,
+        *,
+        read: Callable[[dict[str, Any], SimulatorOptions], ParsedCall],
+        prefix: str,
     ) -> None:
         server = self._server
         data = await exchange.json()
@@ -222,7 +221,7 @@ class Application:
         if fault is not None and await self._met_before_answer(exchange, fault):
             return
         if server.is_draining or (fault is not None and fault.fault is Fault.DRAIN):
-            refusal = refusals.internal(refusals.MESSAGE_DRAINING)
+            refusal = refusals.internal("cannot schedule new futures after shutdown")
             await exchange.reply(refusal.status, refusal.body, vary=False)
             await exchange.connection.close()
             return

@@ -3,13 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 
-MESSAGE_BUSY = (
-    "The engine is currently busy and cannot accept new requests. "
-    "Please try again later or on a different instance."
-)
-MESSAGE_DEAD = "The server had an error while processing your request."
-MESSAGE_DRAINING = "cannot schedule new futures after shutdown"
-
 
 class Refusal(Exception):
     """An answer other than success: a status and a JSON body."""
@@ -94,7 +87,9 @@ def describe(value: object) -> str:
 
 def busy() -> Refusal:
     """Return the 503 of a full queue. It carries no Retry-After."""
-    return error(503, "Service Unavailable", MESSAGE_BUSY)
+    text = "The engine is currently busy and cannot accept new requests. "
+    text += "Please try again later or on a different instance."
+    return error(503, "Service Unavailable", text)
 
 
 def internal(message: str) -> Refusal:
@@ -104,7 +99,7 @@ def internal(message: str) -> Refusal:
 
 def engine_dead() -> Refusal:
     """Return the 500 of a server whose engine died."""
-    return internal(MESSAGE_DEAD)
+    return internal("The server had an error while processing your request.")
 
 
 def detail(status: int, text: str) -> Refusal:

@@ -130,7 +130,8 @@ class StreamWriter:
             is_last = ended and number == len(deltas) - 1
             reason = _finish(seat) if is_last else '"finish_reason":null'
             versions = _NO_VERSIONS if is_last else ""
-            ids = self._ids(seat, sent) if number == len(deltas) - 1 else self._no_ids()
+            none = "[]" if self._delivery.with_ids else "null"
+            ids = self._ids(seat, sent) if number == len(deltas) - 1 else none
             yield (
                 f'{self._head}{{"index":{index},"delta":{delta},"logprobs":null,{reason},'
                 f'"token_ids":{ids}{versions}}}]{self._running_usage(seat, seat.gained)}'
@@ -177,9 +178,6 @@ class StreamWriter:
             return "null"
         start, sent.ids = sent.ids, seat.gained
         return _json(seat.script.ids(start, seat.gained))
-
-    def _no_ids(self) -> str:
-        return "[]" if self._delivery.with_ids else "null"
 
     def _running_usage(self, seat: Seat, tokens: int) -> str:
         if not self._delivery.continuous_usage:
