@@ -7,7 +7,6 @@ Jobs have their own idempotency (background.py), and do not use this module.
 """
 
 from functools import partial
-from typing import NoReturn
 
 import anyio
 
@@ -86,8 +85,11 @@ class IdempotentRequests:
         before = await self.rules.store.begin(claim, self.rules.lease_s)
         if isinstance(before, bytes):
             return partial(self._replay, received, StoredAnswer.decoded(before))
+        if before is KeyState.REUSED:
+            raise IdempotencyKeyReused()
         if before is not KeyState.BEGUN:
-            _refuse(before)
+            message = "The first request with this Idempotency-Key has not ended. Retry to get its answer."
+            raise IdempotencyInProgress(message, retry_after_s=RETRY_AFTER_S)
         try:
             work = await read(received)
         except BaseException:
@@ -247,15 +249,6 @@ class Recording(HttpDownstream):
         else:
             await self._mark.end(StoredAnswer(self._status, self._headers, b"".join(self._parts)))
         self.forget()
-
-
-def _refuse(standing: KeyState) -> NoReturn:
-    if standing is KeyState.REUSED:
-        raise IdempotencyKeyReused()
-    raise IdempotencyInProgress(
-        "The first request with this Idempotency-Key has not ended. Retry to get its answer.",
-        retry_after_s=RETRY_AFTER_S,
-    )
 
 
 def _headers_again(answer: StoredAnswer, request_id: str) -> Headers:

@@ -172,7 +172,9 @@ class Serving:
     async def _run(self, arrival: Arrival, read: Read, call: Call) -> None:
         key = None
         try:
-            head = self._head(call)
+            if call.method != "POST":
+                raise MethodNotAllowed("Use POST.", "POST")
+            head = call.head or self.head(call.headers)
             key = head.key
             work = await read(
                 Received(
@@ -197,11 +199,6 @@ class Serving:
             await call.run(partial(work, call.downstream))
         except CallerStalled as stalled:  # the server closes the connection, because the body is incomplete
             let_go(stalled)
-
-    def _head(self, call: Call) -> Head:
-        if call.method != "POST":
-            raise MethodNotAllowed("Use POST.", "POST")
-        return call.head or self.head(call.headers)
 
     def refused(self, arrival: Arrival, error: GatewayError, key: str | None) -> None:
         """Record a request that was rejected before it ran. `key`: name of its key."""
