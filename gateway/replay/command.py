@@ -16,7 +16,6 @@ from gateway.commands import config_option, fail, json_option, usable
 from gateway.replay import reading
 from gateway.replay.comparing import Report, compare
 from gateway.replay.figures import Figures, Side
-from gateway.replay.moving import Move
 from gateway.replay.reading import Unusable
 
 PIPED_WIDTH = 160
@@ -71,7 +70,8 @@ def show(report: Report) -> None:
         console.print(f"[bold]{report.moved}[/] of {report.decided} requests move:")
         for what, moves in report.moves.items():
             for move in moves:
-                console.print(f"  {what} {escape(_sentence(move))}", soft_wrap=True)
+                said = f"{move.before} -> {move.after}: {move.requests} (such as {move.example})"
+                console.print(f"  {what} {escape(said)}", soft_wrap=True)
     for refusal in report.refusals:
         new = f", {refusal.new} of them not refused before" if report.recorded_policy else ""
         words = escape(f"{refusal.example}: {refusal.words}")
@@ -103,10 +103,6 @@ def _head(report: Report) -> Iterator[str]:
 
 def _time(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _sentence(move: Move) -> str:
-    return f"{move.before} -> {move.after}: {move.requests} (such as {move.example})"
 
 
 _COLUMNS = (

@@ -2,9 +2,9 @@
 
 import ipaddress
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from hashlib import sha256
-from typing import Any
+from operator import getitem
 from urllib.parse import urlsplit
 
 from gateway.core.admission import blocks_planned
@@ -340,7 +340,7 @@ def _empty(settings: Settings) -> Iterator[Finding]:
     """Yield keys without a value that turn something off: for other sections that means the defaults."""
     data, given = settings.tree.data, settings.tree.values
     for path, effect in _OFF_IF_EMPTY.items():
-        if path in given and _value(data, path) is None:
+        if path in given and reduce(getitem, path, data) is None:
             yield Finding(path, f"`{'.'.join(map(str, path))}` is empty: {effect}")
     for model, section in settings.document.models.items():
         for index, one in enumerate(section.classes):
@@ -350,12 +350,6 @@ def _empty(settings: Settings) -> Iterator[Finding]:
                     f"the `queue` of class {one.name} is empty: its chats are jobs only with `queue: {{}}`"
                 )
                 yield Finding(path, message)
-
-
-def _value(data: Any, path: Path) -> Any:
-    for step in path:
-        data = data[step]
-    return data
 
 
 def _boxes(settings: Settings, policy: Policy) -> Iterator[Finding]:
