@@ -63,8 +63,9 @@ class Blame:
 
 @dataclass(slots=True)
 class _Row:
-    requests: set[bytes] = field(default_factory=set)
+    first_at: float
     last_at: float = -inf
+    requests: set[bytes] = field(default_factory=set)
 
 
 class Doubts:
@@ -86,7 +87,7 @@ class Doubts:
         server = (backend.id, backend.url)
         row = self.rows.get(server)
         if row is None or now - row.last_at >= REPEATED_S:
-            row = self.rows[server] = _Row()
+            row = self.rows[server] = _Row(now)
         row.last_at = now
         if len(row.requests) < ROW_MAX:
             row.requests.add(request)
@@ -96,6 +97,13 @@ class Doubts:
         """Note that `backend` has begun to answer a request. Return whether it was in doubt."""
         row = self.rows.pop((backend.id, backend.url), None)
         return row is not None and len(row.requests) >= IN_A_ROW
+
+    def lasted_s(self, backend: Backend, now: float) -> float | None:
+        """Return for how long every request on a backend in doubt has failed; None if it is in no doubt."""
+        row = self.rows.get((backend.id, backend.url))
+        if row is None or len(row.requests) < IN_A_ROW or now - row.last_at >= REPEATED_S:
+            return None
+        return now - row.first_at
 
     def passed_over(
         self, policy: Policy, is_available: Callable[[str], bool], now: float

@@ -89,7 +89,13 @@ class GatewayError(Exception):
         self.param = param
         if code is not None:
             self.code = code
-        self.retry_after_s = None if retry_after_s is None else max(1, min(59, round(retry_after_s)))
+        self.retry_after_s: int | None = None
+        if retry_after_s is not None:
+            self.retry_after(retry_after_s)
+
+    def retry_after(self, seconds: float) -> None:
+        """Tell the caller when to retry."""
+        self.retry_after_s = max(1, min(59, round(seconds)))
 
 
 class CallerError(GatewayError):

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from gateway.core.backends import Backend
 from gateway.core.blame import IN_A_ROW, PAUSE_S, REPEATED_S, Blame, Doubts
 from gateway.core.decision import Exclusion, Objection
-from gateway.core.health import NOT_PROBED, BackendStatus, Outcome, State
+from gateway.core.health import NOT_PROBED, RETRY_AFTER_UNKNOWN_MAX_S, BackendStatus, Outcome, State
 from gateway.core.policy import Policy
 from gateway.core.refusals import REFUSED_S, Refusals
 from gateway.core.selection import unavailable_reason
@@ -99,6 +99,20 @@ class Failures:
                 for one in left
             ]
         self._report(context)
+
+    def again_s(self, context: RequestContext) -> float | None:
+        """Return in how many seconds to repeat a request that all have failed; None if waiting may not help.
+
+        It may where each of them fails whatever it is asked. Like any outage whose end is unknown, that is
+        expected to last as long again as it has lasted (`health.retry_after_s`).
+        """
+        if not self.doubts.rows or any(one.outcome not in _UNCLEAR for one in context.attempts):
+            return None
+        now, backends = self._clock.now(), context.policy.backends
+        tried = [backends.get(one.backend) for one in context.attempts]
+        lasted = [None if backend is None else self.doubts.lasted_s(backend, now) for backend in tried]
+        known = [one for one in lasted if one is not None]
+        return min(*known, RETRY_AFTER_UNKNOWN_MAX_S) if known and len(known) == len(lasted) else None
 
     def doubting(
         self, policy: Policy, statuses: Mapping[str, BackendStatus], objections: Mapping[str, Objection]

@@ -172,6 +172,8 @@ class Pipeline:
             context.status, context.error_code = error.status, error.code
             context.ending = _ending_of(error)
             error.headers = (*context.headers(), *error.headers)
+            if error.retry_after_s is None and (again_s := self._failures.again_s(context)) is not None:
+                error.retry_after(again_s)
             raise
         except (anyio.get_cancelled_exc_class(), CallerStalled, OSError):
             self._note_cancelled(context)

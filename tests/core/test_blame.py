@@ -93,6 +93,25 @@ def test_an_answer_ends_a_doubt() -> None:
     assert not made.answered(LIGHT_0)  # there was none yet
 
 
+@pytest.mark.parametrize(
+    ("failures", "now", "lasted_s"),
+    [
+        pytest.param([*in_a_row("light-0"), ("light-0", "x", 107.0)], 108.0, 8.0, id="since-the-first"),
+        pytest.param(in_a_row("light-0")[1:], 108.0, None, id="too-few"),
+        pytest.param([("light-0", "1", 100.0)] * 9, 108.0, None, id="of-one-request"),
+        pytest.param(in_a_row("light-0"), 100.0 + REPEATED_S, None, id="long-ago"),
+        pytest.param(in_a_row("light-1"), 108.0, None, id="on-another"),
+    ],
+)
+def test_how_long_all_have_failed_on_one_in_doubt(
+    failures: list[tuple[str, str, float]], now: float, lasted_s: float | None
+) -> None:
+    made = doubts(*failures)
+    assert made.lasted_s(LIGHT_0, now) == lasted_s
+    made.answered(LIGHT_0)
+    assert made.lasted_s(LIGHT_0, now) is None
+
+
 def test_what_is_remembered_of_a_row_has_a_bound() -> None:
     made = doubts(*(("light-0", f"{number}", 100.0) for number in range(ROW_MAX + 5)))
     assert len(made.rows["light-0", LIGHT_0.url].requests) == ROW_MAX

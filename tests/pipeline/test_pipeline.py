@@ -51,7 +51,15 @@ from gateway.core.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from gateway.core.health import PROBATION_SEQS, BackendStatus, EngineSample, Outcome, ProbeFault, State
+from gateway.core.health import (
+    PROBATION_SEQS,
+    RETRY_AFTER_UNKNOWN_MAX_S,
+    BackendStatus,
+    EngineSample,
+    Outcome,
+    ProbeFault,
+    State,
+)
 from gateway.core.load import Demand, Load
 from gateway.core.policy import Bound, Comparison, Policy, RetryPolicy, TrafficClass, Waiting, When
 from gateway.core.refusals import REFUSED_S
@@ -541,6 +549,30 @@ async def test_one_in_doubt_is_not_passed_over_for_a_replica_that_takes_nothing(
         await world.run(world.request(), members={"user": text})
 
     assert [target.backend.id for target in world.upstream.targets] == ["light-0", "push"] * 4
+
+
+async def failed_everywhere(world: World, text: str) -> GatewayError:
+    """Return what a caller is told whose request all backends fail."""
+    world.answers(light_0=Script(status=500), light_1=Script(status=500), push=Script(status=500))
+    with pytest.raises(UpstreamFailed) as caught:
+        await world.run(world.request(), members={"user": text})
+    return caught.value
+
+
+async def test_where_all_fail_every_request_callers_are_told_to_wait_as_long_as_that_has_lasted(
+    world: World,
+) -> None:
+    for text in ("a", "b"):
+        assert (await failed_everywhere(world, text)).retry_after_s is None
+    world.clock.time += 4
+    for text in ("b", "b"):  # it may be that request
+        assert (await failed_everywhere(world, text)).retry_after_s is None
+    assert (await failed_everywhere(world, "c")).retry_after_s == 4
+    world.clock.time += 50
+    assert (await failed_everywhere(world, "c")).retry_after_s == RETRY_AFTER_UNKNOWN_MAX_S
+    world.answers(light_0=Script(status=500), light_1=GOOD)
+    await world.run(world.request(), members={"user": "d"})
+    assert (await failed_everywhere(world, "e")).retry_after_s is None  # one of them has answered another
 
 
 BUSY_ANSWER = b'{"error":{"message":"The request queue is full."}}'

@@ -23,6 +23,7 @@ Gateways that share a store exchange the evidence that only their own requests p
 
 from gateway.core.health.questions import (
     PROBATION_SEQS,
+    RETRY_AFTER_UNKNOWN_MAX_S,
     accepts,
     hang_after_s,
     has_ended,
@@ -68,6 +69,7 @@ __all__ = [
     "lost",
     "GONE_S",
     "PROBATION_SEQS",
+    "RETRY_AFTER_UNKNOWN_MAX_S",
     "Event",
     "ProbeOk",
     "ProbeFailed",
