@@ -904,6 +904,18 @@ def test_one_whose_trials_fail_rests_between_them() -> None:
     assert may_be_tried(ejected(*failed, (16, trial(Outcome.OK, 16.0))), 16.0)
 
 
+@pytest.mark.parametrize("failures_max", [1, 2, 10])
+def test_how_many_failures_eject_does_not_matter_for_trials(failures_max: int) -> None:
+    rules = replace(RULES, failures_max=failures_max)
+    status = ejected()
+    for _ in range(12):
+        status = advance(status, trial(Outcome.FAILED, 10.5), 11.0, rules)
+    assert [may_be_tried(status, now) for now in (11.0, 16.0)] == [False, True]
+
+    status = advance(status, trial(Outcome.OK, 11.0), 12.0, rules)
+    assert may_be_tried(status, 12.0)
+
+
 def test_trials_that_failed_before_it_answered_probes_again_do_not_count() -> None:
     failed = [(11, trial(Outcome.FAILED, 10.5))] * 3
 

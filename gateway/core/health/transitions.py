@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gateway.core.health.questions import usable
+from gateway.core.health.questions import TRIALS_FAILED_MAX, usable
 from gateway.core.health.vocabulary import (
     GONE,
     GONE_S,
@@ -379,7 +379,7 @@ def _attempt_not_ok(status: BackendStatus, event: Attempt, now: float, rules: He
         return _attempt_drained(status, event.detail, now)
     if event.outcome.is_fault and status.state is State.EJECTED and event.started_at >= status.since:
         failed = (*_recent(status.own_failures, now, rules), now)
-        status = replace(status, successes=0, own_failures=failed[-rules.failures_max :])
+        status = replace(status, successes=0, own_failures=failed[-TRIALS_FAILED_MAX:])
     if event.outcome.is_fault:
         return _attempt_failed(status, event.outcome, event.detail, now, rules)
     return status  # REJECTED, UNFIT, CANCELLED, BUSY: not faults
