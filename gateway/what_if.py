@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 
-from gateway.core import admission, classification, deciding
+from gateway.core import admission, classification, deciding, selection
 from gateway.core.decision import Decision
 from gateway.core.errors import CallerError, GatewayError, Unauthorized
 from gateway.core.policy import Policy, TrafficClass
@@ -166,9 +166,12 @@ def decided(
     estimate: Estimate,
     views: Mapping[str, BackendView],
     *,
+    now: float = 0.0,
     job: str | None = None,
 ) -> Explanation:
     """Return the decision for a request, with the verdict on every class. `job`: see `Asked`.
+
+    `now`: in monotonic seconds; any on an idle fleet, of which no backend is out of service.
 
     Raises:
         CallerError: the gateway would reject it before considering backends.
@@ -190,7 +193,12 @@ def decided(
         job = _QUEUED if _is_queued(traffic_class, request) else ""
     error: GatewayError | None = deciding.refusal(traffic_class, decision, views)
     if error is None and not job and not decision.candidates.may_start:
-        error = shed_error(_NO_BACKEND)
+        tried = selection.with_trials(views, now)
+        on_trial = selection.ranking(policy, traffic_class, decision.demand, tried)
+        if on_trial.first is None:
+            error = shed_error(_NO_BACKEND)
+        else:
+            decision = replace(decision, candidates=on_trial)
     return Explanation(
         tuple(verdicts),
         decision,
@@ -296,7 +304,7 @@ class WhatIf:
         job: str | None = None,
     ) -> Explanation:
         """Return the decision and its outlook. `wait_s`: how long its caller lets it wait, if it says so."""
-        found = decided(policy, request, estimate, views, job=job)
+        found = decided(policy, request, estimate, views, now=self._clock.now(), job=job)
         outlook, refused = self._outlook(policy, request, found, views, wait_s, size_bytes)
         if refused is None and (note := _stays(found.decision, views, outlook.max_wait_s)):
             found = replace(found, notes=(*found.notes, note))

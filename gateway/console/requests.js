@@ -310,5 +310,5 @@ function placedWords(record) {
   const free = record.decision.candidates.find((one) => one.excluded === null);
   const saved = placed.scores.prefill_saved_s ?? 0;
   const stayed = free && saved > 0 && record.attempts.length === 1 ? ` ${free.backend} had room before, but ${placed.backend} has its conversation, which saved ${seconds(saved)} of prefill.` : "";
-  return h("p", { class: "note", text: `When its turn came, ${placed.backend} had ${number(placed.load.seqs)} of ${number(placed.knee_seqs)} in flight.${stayed}` });
+  return h("p", { class: "note", text: `When its turn came, ${placed.backend} had ${number(placed.load.seqs)} of ${number(placed.knee_seqs)} in flight${placed.detail ? ` (${placed.detail})` : ""}.${stayed}` });
 }

@@ -71,7 +71,8 @@ def _what_fits(
 ) -> int:
     """Return with how many tokens, prompt and output, a request fits where it may run; at most its demand.
 
-    Beside a backend that takes it, a larger one that takes nothing now, or nothing like this, does not count.
+    Beside a backend that takes it, a larger one that takes nothing now, or nothing like this, does not count;
+    nor beside one that is ejected, on which it may be tried.
 
     `tokens_min`: its prompt and one token of output.
     """
@@ -79,7 +80,8 @@ def _what_fits(
     ranked = selection.rank(policy, traffic_class, least, views)
     fitting = [one for one in ranked if one.excluded is None or not one.excluded.is_permanent]
     soon = [one for one in fitting if one.excluded is None or one.excluded.is_busy]
-    found = [admission.tokens_max(views[one.backend].capacity, least) for one in soon or fitting]
+    tried = [one for one in fitting if views[one.backend].status.state is State.EJECTED]
+    found = [admission.tokens_max(views[one.backend].capacity, least) for one in soon or tried or fitting]
     return min(demand.total_tokens, max(found, default=demand.total_tokens))
 
 

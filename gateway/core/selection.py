@@ -60,6 +60,7 @@ class BackendView:
         refuses_all: Whether those that it has refused are not to wait for it (`refusals.Refusal.is_of_all`).
         seqs_taken: Sequences in the engine that no gateway sharing this gateway's ledger has sent. They lower
             its score, as its own load does, and no limit.
+        out: Why it is out of service, though it is tried (`with_trials`); "" otherwise.
     """
 
     backend: Backend
@@ -75,6 +76,7 @@ class BackendView:
     seqs_max: int = UNLIMITED
     refuses_all: bool = False
     seqs_taken: int = 0
+    out: str = ""
 
     @property
     def capacity(self) -> Capacity:
@@ -100,7 +102,9 @@ def with_refusals(views: Mapping[str, BackendView], refused: Iterable[str]) -> M
 def with_trials(views: Mapping[str, BackendView], now: float) -> Mapping[str, BackendView]:
     """Return the views for a request that no backend takes: ejected ones may be tried, as in probation."""
     tried = {
-        name: replace(view, status=replace(view.status, state=State.PROBATION))
+        name: replace(
+            view, status=replace(view.status, state=State.PROBATION), out=f"ejected: {view.status.reason}"
+        )
         for name, view in views.items()
         if may_be_tried(view.status, now)
     }
@@ -695,7 +699,12 @@ def _eligible(scored: _Scored) -> Candidate:
 
 
 def _why_behind(view: BackendView) -> str:
-    """Return why an eligible backend is behind others whose scores or loads do not explain it; else ""."""
+    """Return why an eligible backend is behind others whose scores or loads do not explain it; else "".
+
+    One that is out of service is there only because there is no other.
+    """
+    if view.out:
+        return f"{view.out}; tried because no other takes this request"
     if view.refuses:
         return "it has just refused a request because of load: others come first"
     return f"{view.seqs_taken} more in flight by others" if view.seqs_taken else ""

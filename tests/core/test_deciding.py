@@ -109,8 +109,8 @@ def busy(view: BackendView) -> BackendView:
     return replace(view, load=Load(seqs=4, share=admission.WHOLE))
 
 
-def out(view: BackendView) -> BackendView:
-    return replace(view, status=replace(view.status, state=State.EJECTED))
+def out(view: BackendView, state: State = State.EJECTED) -> BackendView:
+    return replace(view, status=replace(view.status, state=state))
 
 
 KV = {"kv": KvFormula(sliding_layers=0, global_layers=1), "kv_budget": 1.0}
@@ -131,6 +131,8 @@ LARGE = served("large", 32_768)
         pytest.param([busy(SMALL), out(LARGE)], {}, None, 8_192, id="it-waits-where-it-fits"),
         pytest.param([out(SMALL)], {}, None, 8_192, id="the-only-one-is-out"),
         pytest.param([out(SMALL), out(LARGE)], {}, None, 8_524, id="both-are-out"),
+        pytest.param([out(SMALL), out(LARGE, State.DOWN)], {}, None, 8_192, id="it-may-be-tried-on-one"),
+        pytest.param([out(SMALL, State.HUNG), out(LARGE, State.DOWN)], {}, None, 8_524, id="or-on-none"),
         pytest.param(
             [served("kv", 32_768, holds={**KV, "kv_blocks": 250})],
             {},

@@ -19,6 +19,7 @@ from support.raw_server import always, raw_server
 from support.site import Site, simulated, site
 
 from gateway.cli import main
+from gateway.core.health import PeerVerdict, State, Verdict
 from gateway.core.load import Load
 from gateway.ports import Slot
 
@@ -231,6 +232,26 @@ async def test_who_would_be_refused_for_want_of_a_backend_is_told_so(fleet: Site
     assert found["refused"] == await heard(fleet, {})
     assert found["refused"]["code"] == "no_backend"
     assert len(found["decision"]["candidates"]) == 2
+
+
+async def test_who_would_be_tried_on_an_ejected_backend_is_told_so_and_so_is_its_operator(
+    fleet: Site,
+) -> None:
+    fleet.gateway.fleet.hear("push", PeerVerdict("gw-2", Verdict(1, State.EJECTED, "3 failures", 60.0)))
+
+    found = (await asked(fleet, request=CHAT, headers={"x-tier": "gold"})).json()
+    said = await run(
+        "explain", "--live", fleet.admin_url, "--header", "x-tier: gold", "-", stdin=json.dumps(CHAT)
+    )
+    await sent(fleet, {"x-tier": "gold"})
+    async with clients.http(base_url=fleet.admin_url) as http:
+        (record,) = (await http.get("/admin/requests")).json()
+
+    why = "ejected: seen by gw-2: 3 failures; tried because no other takes this request"
+    (candidate,) = found["decision"]["candidates"]
+    assert (found["refused"], candidate["excluded"], candidate["detail"]) == (None, None, why)
+    assert said.exit_code == 0 and "goes to push" in said.output
+    assert (record["status"], record["placed"]["detail"]) == (200, why)
 
 
 @pytest.mark.parametrize("caches", [True, False])
