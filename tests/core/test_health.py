@@ -945,6 +945,18 @@ def test_trials_that_succeed_in_a_row_end_the_penalty() -> None:
         assert advance(status, OK, 17.0, RULES).state is state
 
 
+def test_a_penalty_that_trials_ended_does_not_double_the_next_one() -> None:
+    status = ejected()
+    for now in (11.0, 13.0, 15.0):
+        for _ in range(4):
+            status = advance(status, trial(Outcome.OK, now), now, RULES)
+        status = advance(advance(status, OK, now, RULES), trial(Outcome.FAILED, now), now, RULES)
+        assert (status.state, status.ejections, status.ejected_until) == (State.EJECTED, 1, now + 5.0)
+
+    status = advance(advance(status, OK, 20.0, RULES), trial(Outcome.FAILED, 20.0), 20.0, RULES)
+    assert (status.ejections, status.ejected_until) == (2, 30.0)
+
+
 @pytest.mark.parametrize("word", [*State, "three failures", "process_start_time_seconds"])
 def test_the_documentation_names_every_state(word: str) -> None:
     text = (Path(__file__).parents[2] / "docs" / "health.md").read_text(encoding="utf-8")

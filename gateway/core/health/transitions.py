@@ -404,11 +404,14 @@ def _attempt_ok(status: BackendStatus, event: Attempt, now: float, rules: Health
 def _trial_ok(status: BackendStatus, now: float, rules: HealthRules) -> BackendStatus:
     """Return the status of an ejected backend that has answered a request that no other took.
 
-    As many as end a probation, in a row, end its penalty: the next good probe begins the probation.
+    As many as end a probation, in a row, end its penalty: the next good probe begins the probation. What is
+    over early doubles no penalty to come: it would soon be out for the longest time, and remain so when all
+    is well, because another that is up is asked instead of trying it.
     """
-    done = status.successes + 1
-    until = min(status.ejected_until, now) if done >= rules.probation_successes else status.ejected_until
-    return replace(status, successes=done, ejected_until=until)
+    status = replace(status, successes=status.successes + 1)
+    if now >= status.ejected_until or status.successes < rules.probation_successes:
+        return status
+    return replace(status, ejected_until=now, ejections=status.ejections - 1)
 
 
 def _succeeded(status: BackendStatus, served: int, now: float, rules: HealthRules) -> BackendStatus:
