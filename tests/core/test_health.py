@@ -17,6 +17,7 @@ from gateway.core.health import (
     HealthRules,
     ModelsFailed,
     Outcome,
+    PeerAttempts,
     ProbeFailed,
     ProbeFault,
     ProbeOk,
@@ -914,6 +915,25 @@ def test_how_many_failures_eject_does_not_matter_for_trials(failures_max: int) -
 
     status = advance(status, trial(Outcome.OK, 11.0), 12.0, rules)
     assert may_be_tried(status, 12.0)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_shunned", "told"),
+    [(Outcome.FAILED, False, 1), (Outcome.MISCONFIGURED, False, 0), (Outcome.FAILED, True, 0)],
+)
+def test_other_gateways_are_told_of_failed_trials_as_of_those_that_succeed(
+    outcome: Outcome, is_shunned: bool, told: int
+) -> None:
+    before = replace(ejected(), is_shunned=is_shunned)
+    after = advance(before, trial(outcome, 10.5), 11.0, RULES)
+    there = BackendStatus(state=State.PROBATION)
+
+    again = advance(after, trial(Outcome.OK, 11.0), 12.0, RULES)
+
+    served, failed = again.served - before.served, again.failed - before.failed
+    assert (served, failed) == (1, told)
+    counted = advance(there, PeerAttempts(served, failed), 12.0, RULES).successes
+    assert counted == 1 - told
 
 
 def test_trials_that_failed_before_it_answered_probes_again_do_not_count() -> None:

@@ -379,7 +379,8 @@ def _attempt_not_ok(status: BackendStatus, event: Attempt, now: float, rules: He
         return _attempt_drained(status, event.detail, now)
     if event.outcome.is_fault and status.state is State.EJECTED and event.started_at >= status.since:
         failed = (*_recent(status.own_failures, now, rules), now)
-        status = replace(status, successes=0, own_failures=failed[-TRIALS_FAILED_MAX:])
+        told = status.failed + (event.outcome in _TELLING and not status.is_shunned)
+        status = replace(status, successes=0, own_failures=failed[-TRIALS_FAILED_MAX:], failed=told)
     if event.outcome.is_fault:
         return _attempt_failed(status, event.outcome, event.detail, now, rules)
     return status  # REJECTED, UNFIT, CANCELLED, BUSY: not faults
