@@ -124,6 +124,7 @@ class Prober:
         self._there_since: dict[str, float] = {}  # per backend, when it got its URL
         self._view = MappingProxyType(self._statuses)
         self._looks: dict[str, anyio.Event] = {}  # set it to query the models at once
+        self._doubted: set[str] = set()  # have refused requests: queried with the next probe, not with each
         self._changed = anyio.Event()
         self._tasks: TaskGroup | None = None
         self.update(backends, rules, secrets=secrets, tls=tls, hang_s=hang_s)
@@ -176,6 +177,7 @@ class Prober:
     def _forget(self, name: str) -> None:
         self._watched.pop(name).end()
         self._served.pop(name, None)
+        self._doubted.discard(name)
         del self._statuses[name], self._rules[name], self._looks[name], self._there_since[name]
 
     def statuses(self) -> Mapping[str, BackendStatus]:
@@ -196,7 +198,7 @@ class Prober:
     def look_again(self, backend_id: str) -> None:
         """See `ports.Fleet.look_again`. Ignored if the backend is no longer probed."""
         if backend_id in self._looks:
-            self._looks[backend_id].set()
+            self._doubted.add(backend_id)
 
     def put_out(self, backend_id: str, reason: str) -> None:
         """See `ports.BoxFleet.put_out`."""
@@ -287,6 +289,9 @@ class Prober:
         async def probe() -> None:
             if self._statuses[name].state is State.OUT:
                 return
+            if name in self._doubted:
+                self._doubted.discard(name)
+                self._looks[name].set()
             await self._learn(name, await _health(asker, self._rules[name].probe_timeout_s))
 
         await self._paced(name, "health", probe)
@@ -327,7 +332,6 @@ class Prober:
                 is_told = isinstance(found, ProbeOk) and found.version is not None
                 is_right = is_told and not self._statuses[name].model_error
                 wait_s = rules.models_every_s if is_right else rules.models_every_s / 10
-            await anyio.sleep(rules.interval_s)  # however many requests it refuses meanwhile
 
     async def _paced(self, name: str, what: str, step: Callable[[], Awaitable[None]]) -> None:
         """Run `step` once per interval, or less often if it takes longer than that."""

@@ -777,6 +777,18 @@ async def test_one_that_may_serve_another_model_is_asked_at_once(clock: Clock, f
             fleet.look_again("gone")
 
 
+async def test_one_that_was_asked_just_now_is_asked_again_at_once_if_that_says_nothing_any_more(
+    clock: Clock, fake_engine: Engines
+) -> None:
+    """So after a restart: a good probe has it asked, and then the sample that shows another start."""
+    rules = replace(QUICK, models_every_s=3600.0, interval_s=3600.0)
+    async with fake_engine() as engine, probing(watch(clock, engine, rules)) as fleet:
+        await fleet.wait_for(lambda statuses: statuses["a"].served_models == ("gemma",))
+        nothing: Mapping[str, Any] = {}
+        fleet.update({"a": backend("a", engine.url, "other")}, rules, secrets=nothing, tls=nothing)
+        await fleet.wait_for(lambda statuses: statuses["a"].model_error == "serves gemma, not other")
+
+
 async def test_one_that_serves_the_wrong_model_is_asked_more_often(
     clock: Clock, fake_engine: Engines
 ) -> None:
