@@ -895,8 +895,9 @@ def test_one_that_is_ejected_may_be_tried_while_it_answers_probes() -> None:
     assert not may_be_tried(play((0, OK))[-1], 0.0)
 
 
-def test_one_whose_trials_fail_rests_between_them() -> None:
-    failed = [(11, trial(Outcome.FAILED, 10.5))] * 3
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.TIMEOUT, Outcome.BUSY])
+def test_one_whose_trials_fail_rests_between_them(outcome: Outcome) -> None:
+    failed = [(11, trial(outcome, 10.5))] * 3
     status = ejected(*failed)
 
     assert [may_be_tried(status, now) for now in (11.0, 15.9, 16.0)] == [False, False, True]

@@ -377,7 +377,9 @@ def _attempt_not_ok(status: BackendStatus, event: Attempt, now: float, rules: He
         return status  # lost with those for which it was taken out
     if event.outcome is Outcome.DRAINING:
         return _attempt_drained(status, event.detail, now)
-    if event.outcome.is_fault and status.state is State.EJECTED and event.started_at >= status.since:
+    is_refused = event.outcome is Outcome.BUSY  # what is before an engine that is dead may say so of all
+    is_trial = status.state is State.EJECTED and event.started_at >= status.since
+    if is_trial and (event.outcome.is_fault or is_refused):
         failed = (*_recent(status.own_failures, now, rules), now)
         told = status.failed + (event.outcome in _TELLING and not status.is_shunned)
         status = replace(status, successes=0, own_failures=failed[-TRIALS_FAILED_MAX:], failed=told)
