@@ -318,7 +318,8 @@ def test_only_requests_that_other_gateways_cannot_judge_by_themselves_are_counte
 
 
 def test_failures_after_it_is_out_are_not_counted() -> None:
-    assert play((0, OK), *[(1, FAILED)] * 9)[-1].failed == 3
+    late = Attempt(Outcome.FAILED, "HTTP 500", 0.5)  # sent before that
+    assert play((0, OK), *[(1, FAILED)] * 3, *[(2, late)] * 6)[-1].failed == 3
 
 
 def test_gateways_heard_of_are_remembered_up_to_a_bound() -> None:
