@@ -28,6 +28,7 @@ from gateway.core.health import (
     advance,
     awaited,
     hang_after_s,
+    has_ended,
     is_last_resort,
     lost,
     may_be_tried,
@@ -546,6 +547,8 @@ def test_when_to_ask_again_for_one_that_hung_depends_on_whether_its_requests_hav
     assert (stuck.state, idle.state) == (State.HUNG, State.HUNG)
     assert [retry_after_s(stuck, now) for now in (32.0, 34.0)] == [1.0, 3.0]
     assert [retry_after_s(idle, now) for now in (32.0, 34.0, 36.0)] == [5.0, 3.0, 1.0]
+    queueing = play((32, sample(5, running=1, waiting=1)), status=stuck)[-1]
+    assert [retry_after_s(queueing, now) for now in (32.0, 34.0)] == [1.0, 3.0]
 
 
 def test_a_long_probation_is_no_good_spell() -> None:
@@ -731,6 +734,11 @@ def test_what_each_state_allows(state: State, expected: tuple[bool, bool, bool, 
         is_last_resort(status),
     )
     assert told == expected
+
+
+def test_what_a_process_had_is_gone_with_it() -> None:
+    ended = {state for state in State if has_ended(BackendStatus(state=state))}
+    assert ended == {State.BOOTING, State.DOWN, State.OUT}
 
 
 def test_one_that_says_that_it_sleeps_takes_no_requests_until_it_is_awake() -> None:

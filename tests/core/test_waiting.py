@@ -1331,6 +1331,31 @@ def test_a_conversation_waits_for_its_backend_while_that_is_held_for_another() -
     assert site.taken["turn"][0] == "light"
 
 
+def test_a_conversation_that_waits_for_its_backend_is_not_passed_there_by_smaller_ones() -> None:
+    site = two_that_read(Site(knee=8))
+    site.policy = replace(site.policy, pools={**site.policy.pools, "only": Pool("only", ("light",))})
+    site.loads = {"light": Load(7, 875_000), "push": Load(5, 500_000)}
+    site.enter("turn", traffic_class=PATIENT, prompt=10_000, prefix_shares={"light": 0.9})
+    site.enter("small", 0.1, traffic_class=replace(PATIENT, name="only", pools=("only",)))
+
+    assert site.start(0.2) == []
+    assert [one.stays_for for one in site.line.waiters(0.2)] == ["light", ""]
+    site.loads["light"] = Load(6, 750_000)
+    assert site.start(0.3) == ["turn"]
+    assert site.taken["turn"][0] == "light"
+
+
+def test_a_conversation_that_waits_for_a_backend_that_is_configured_no_more_starts_on_another() -> None:
+    site = two_that_read(Site())
+    site.loads["light"] = Load(1, 1_000_000)
+    site.enter("turn", traffic_class=PATIENT, prompt=10_000, prefix_shares={"light": 0.9})
+    assert site.start(0.1) == []
+
+    del site.backends["light"]
+    assert site.start(0.2) == ["turn"]
+    assert site.taken["turn"][0] == "push"
+
+
 def test_a_long_conversation_waits_for_no_long_prefill_where_it_is_cached() -> None:
     site = Site()
     pools = {**site.policy.pools, "push": Pool("push", ("push",), gates=Gates(long_prefills=1))}
