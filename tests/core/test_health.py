@@ -668,6 +668,8 @@ def test_what_an_operator_is_told_of_a_backend() -> None:
     assert play((0, Attempt(Outcome.FAILED)))[-1].last_error == "failed"
     assert play((0, TIMEOUT))[-1].last_error == "probe: no answer in 3 s"
     assert seen[13].last_error == "hung: no token in 30 s with 1 running and 0 waiting"
+    frozen = play((0, OK), (1, sample(5)), *[(at, TIMEOUT) for at in (6, 7, 8, 36)])[-1]
+    assert frozen.reason == "has answered nothing for 30 s"
     idle = play((0, OK), (1, sample(5, running=0)), (35, sample(5, running=0, awaited=2.0)))[-1]
     assert idle.reason == "no token in 34 s for requests of which it knows nothing"
 
@@ -739,6 +741,7 @@ def test_what_each_state_allows(state: State, expected: tuple[bool, bool, bool, 
 def test_what_a_process_had_is_gone_with_it() -> None:
     ended = {state for state in State if has_ended(BackendStatus(state=state))}
     assert ended == {State.BOOTING, State.DOWN, State.OUT}
+    assert {state for state in State if lost(BackendStatus(state=state))} == {State.HUNG, State.DOWN}
 
 
 def test_one_that_says_that_it_sleeps_takes_no_requests_until_it_is_awake() -> None:

@@ -946,6 +946,19 @@ def test_who_has_been_refused_holds_nothing_for_what_is_full_there_that_it_does_
     assert [offer.ticket.id for offer in site.line.turn(0.2, views).offers] == ["fresh"]
 
 
+def test_a_long_prompt_that_has_been_refused_holds_nothing_against_short_ones() -> None:
+    site = Site(knee=10)
+    pools = {**site.policy.pools, "light": Pool("light", ("light",), gates=Gates(long_seqs=1))}
+    site.policy = replace(site.policy, pools=pools)
+    site.loads["light"] = Load(seqs=1, share=200_000, long_seqs=1)
+    site.enter("long", 0.0, traffic_class=PATIENT, prompt=50_000, refused=frozenset({"light"}))
+    site.enter("short", 0.2, traffic_class=PATIENT)
+
+    assert site.start(0.2) == ["short"]
+    site.loads["light"] = Load()
+    assert site.start(0.3) == ["long"]
+
+
 @pytest.mark.parametrize("refuses_all", [True, False])
 def test_who_has_been_refused_does_not_wait_for_one_that_refuses_all(refuses_all: bool) -> None:
     site = Site(knee=10)

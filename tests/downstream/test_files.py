@@ -1,27 +1,42 @@
 """Files for their callers, where the store is a few answers. With a real one: tests/e2e/test_batches.py."""
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
-from litestar import Litestar
+from litestar import Litestar, Response
 from litestar.testing import AsyncTestClient
 
+from gateway.core.batches import FILE_BYTES_MAX
+from gateway.core.errors import GatewayError
 from gateway.core.files import NewFile, StoredFile
-from gateway.downstream.files import READ_BYTES, FileRules, Files
+from gateway.downstream.files import PIECE_BYTES, READ_BYTES, FileRules, Files
 from gateway.downstream.head_requests import HeadAsGet
 from gateway.downstream.keys import KeyRing
 from gateway.ports import FileStore
 
 
 class Stored:
-    """What reading a file asks of `ports.FileStore`."""
+    """What reading and writing a file asks of `ports.FileStore`."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
         self.most = 0
         self.reads = 0
+        self.written = 0
+        self.is_deleted = False
+
+    async def write(self, file: NewFile, offset: int, data: bytes, bytes_max: int) -> None:
+        assert offset == self.written
+        self.most, self.written = max(self.most, len(data)), offset + len(data)
+
+    async def close(self, file: NewFile, keep_s: int) -> StoredFile:
+        return StoredFile(file, self.written, 0, 0)
+
+    async def delete(self, file_id: str) -> None:
+        self.is_deleted = True
 
     async def get(self, file_id: str) -> StoredFile:
         return StoredFile(NewFile(file_id, None, "a"), len(self.content), 0, 0)
@@ -69,3 +84,39 @@ async def test_no_more_of_a_file_is_read_once_its_caller_has_left_or_has_its_ans
     await app(scope, receive, send)
 
     assert 1 <= store.reads < 10
+
+
+@pytest.mark.parametrize(("more", "status"), [(0, 200), (1, 413)], ids=["as-large-as-may-be", "too-large"])
+async def test_a_file_is_as_large_as_may_be_however_it_is_sent(more: int, status: int) -> None:
+    store = Stored(b"")
+    files = Files(cast(FileStore, store), KeyRing({}), FileRules())
+
+    def refused(_: Any, error: GatewayError) -> Response[Any]:
+        return Response({}, status_code=error.status)
+
+    app = Litestar(files.handlers(), logging_config=None, exception_handlers={GatewayError: refused})
+
+    def form() -> Iterator[bytes]:  # in chunks: its size is not announced
+        yield b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        yield b'--x\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
+        for _ in range(FILE_BYTES_MAX // PIECE_BYTES):
+            yield bytes(PIECE_BYTES)
+        yield b"y" * more + b"\r\n--x--\r\n"
+
+    pieces = form()
+    statuses = []
+
+    async def receive() -> Any:
+        piece = next(pieces, None)
+        return {"type": "http.request", "body": piece or b"", "more_body": piece is not None}
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status"))
+
+    scope: Any = {"type": "http", "method": "POST", "path": "/v1/files", "raw_path": b"/v1/files"}
+    scope |= {"query_string": b"", "http_version": "1.1", "root_path": "", "scheme": "http", "state": {}}
+    scope |= {"headers": [(b"content-type", b"multipart/form-data; boundary=x")]}
+    await app(scope, receive, send)
+
+    assert (statuses[0], store.is_deleted) == (status, status != 200)
+    assert (store.most, store.written) == (PIECE_BYTES, FILE_BYTES_MAX)

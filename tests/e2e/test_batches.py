@@ -17,8 +17,9 @@ from support.processes import Process, config, running, until
 from support.redis_server import RedisServer
 from support.site import Site, jobs_site
 
+from gateway.core.batches import FILE_BYTES_MAX
 from gateway.core.errors import RequestTimeout
-from gateway.downstream.files import UPLOADS_MAX
+from gateway.downstream.files import UPLOADS_MAX, UPLOADS_OVERHEAD
 from gateway.downstream.multipart import parts_of
 
 CHAT: Any = "/v1/chat/completions"
@@ -532,6 +533,17 @@ async def test_whoever_works_at_a_batch_may_be_killed(tmp_path: Path, store: Red
     async with Redis.from_url(store.url, decode_responses=True) as redis:
         left = {name.split(":")[2] async for name in redis.scan_iter(match="{gw:jobs}:*")}
     assert left & {"job", "chunks", "lines", "done", "quota"} == set()
+
+
+async def test_an_upload_that_is_too_large_is_refused_before_it_comes(gateway: Site) -> None:
+    head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer a\r\ncontent-length: %d\r\n\r\n"
+    most = FILE_BYTES_MAX + UPLOADS_OVERHEAD
+    for size, status in ((most, b"400"), (most + 1, b"413")):  # 400: it is no form
+        with anyio.fail_after(20):
+            async with await anyio.connect_tcp("127.0.0.1", int(gateway.url.rpartition(":")[2])) as caller:
+                await caller.send(head % size)
+                answer = await caller.receive()
+        assert answer.startswith(b"HTTP/1.1 " + status)
 
 
 async def test_nobody_waits_for_the_slow_uploads_of_another_key(gateway: Site) -> None:
