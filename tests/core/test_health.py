@@ -585,6 +585,13 @@ def test_a_counter_that_fell_is_a_restart(counter: str) -> None:
         assert play((0, OK), (1, Sample(before)), (2, Sample(after)))[-1].restarts == restarts
 
 
+def test_an_engine_may_restart_that_tells_its_start_only_at_times() -> None:
+    told = [(7, 1e9), (7, 2e9), (0, None), (5, None), (0, 3e9), (0, 4e9)]
+    statuses = play((0, OK), *[(at, sample(tokens, start=start)) for at, (tokens, start) in enumerate(told)])
+    assert [one.restarts for one in statuses[1:]] == [0, 1, 2, 2, 3, 4]
+    assert statuses[-1].shared_at is None
+
+
 def test_engines_that_answer_at_one_url_by_turns_are_no_restarts() -> None:
     """As behind a load balancer: only the first turn of each looks like one."""
     turns = [sample(start * 100, start=1e9 + start) for start in (1, 2, 3, 1, 2, 3, 4, 1)]

@@ -11,7 +11,7 @@ from litestar.testing import AsyncTestClient
 
 from gateway.core.batches import FILE_BYTES_MAX
 from gateway.core.errors import GatewayError
-from gateway.core.files import NewFile, StoredFile
+from gateway.core.files import FILENAME_MAX, NewFile, StoredFile
 from gateway.downstream.files import PIECE_BYTES, READ_BYTES, FileRules, Files
 from gateway.downstream.head_requests import HeadAsGet
 from gateway.downstream.keys import KeyRing
@@ -120,3 +120,19 @@ async def test_a_file_is_as_large_as_may_be_however_it_is_sent(more: int, status
 
     assert (statuses[0], store.is_deleted) == (status, status != 200)
     assert (store.most, store.written) == (PIECE_BYTES, FILE_BYTES_MAX)
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept"), [("a.jsonl", "a.jsonl"), ("", "file"), ("a" * 1_000, "a" * FILENAME_MAX)]
+)
+async def test_every_file_has_a_name_and_no_long_one(sent: str, kept: str) -> None:
+    files = Files(cast(FileStore, Stored(b"")), KeyRing({}), FileRules())
+    form = (
+        '--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        f'--x\r\ncontent-disposition: form-data; name="file"; filename="{sent}"\r\n\r\n\r\n--x--\r\n'
+    )
+    async with AsyncTestClient(Litestar(files.handlers(), logging_config=None)) as client:
+        headers = {"content-type": "multipart/form-data; boundary=x"}
+        answer = await client.post("/v1/files", content=form, headers=headers)
+
+    assert answer.json()["filename"] == kept
