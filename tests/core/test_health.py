@@ -111,6 +111,10 @@ SCRIPTS: dict[str, tuple[list[tuple[float, Event]], list[str]]] = {
         [B, B, DOWN, DOWN],
     ),
     "a-first-boot-that-took-too-long-still-counts": ([(0, REFUSED), (100, REFUSED), (200, OK)], [B, DOWN, U]),
+    "failures-before-it-boots-say-nothing-of-it": (
+        [(0, FAILED), (1, FAILED), (2, REFUSED), (3, OK), (4, FAILED), (5, FAILED), (6, FAILED)],
+        [Q, Q, B, U, U, U, X],
+    ),
     "gone-and-back-is-probation": ([(0, OK), (1, REFUSED), (40, OK)], [U, B, P]),
     "down-and-back-is-probation": ([(0, OK), (1, REFUSED), (101, REFUSED), (500, OK)], [U, B, DOWN, P]),
     "two-slow-probes-are-forgiven": ([(0, OK), (1, TIMEOUT), (2, TIMEOUT), (3, OK), (4, TIMEOUT)], [U] * 5),
@@ -973,7 +977,7 @@ def test_what_fails_late_is_no_failed_trial() -> None:
 
 
 def test_trials_that_succeed_in_a_row_end_the_penalty() -> None:
-    again: list[tuple[float, Event]] = [(15, OK), (15, FAILED)]  # out for another 10 s
+    again: list[tuple[float, Event]] = [(15, OK), (15, SERVED), (15, FAILED)]  # out for another 10 s
     good, bad, late = (trial(Outcome.OK, 16.0), trial(Outcome.FAILED, 16.0), trial(Outcome.OK, 14.0))
 
     for trials, state in (

@@ -2876,6 +2876,16 @@ def test_who_finds_no_backend_is_tried_on_none_that_would_fail(light: BackendSta
     assert [refused.reason for refused in site.turn().refused] == [Reason.NO_BACKEND]
 
 
+def test_those_that_are_tried_in_one_turn_are_so_where_each_has_room() -> None:
+    site = Site(knee=5)
+    site.status = {"light": EJECTED, "push": EJECTED}
+    for name in ("a", "b", "c", "d"):
+        site.enter(name, traffic_class=EITHER)
+
+    assert site.start() == ["a", "b", "c", "d"]
+    assert Counter(backend for backend, _ in site.taken.values()) == {"light": 2, "push": 2}
+
+
 def test_nobody_is_tried_on_an_ejected_one_while_another_is_up() -> None:
     site = Site()
     site.status = {"light": EJECTED, "push": UP}

@@ -134,6 +134,9 @@ def test_what_is_recognized_is_one_whole_request_for_the_parser_too(
         pytest.param(
             b"Content-Length: 2\r\nA: b\r\n c", [(b"content-length", b"2"), (b"a", b"b c")], id="folded"
         ),
+        pytest.param(
+            b"Content-Length: 2\r\nA: b\r\n c", [(b"content-length", b"2"), (b"a", b"b")], id="a-line-unread"
+        ),
         pytest.param(b"A: b", [(b"a", b"b")], id="no-length"),
         pytest.param(b"Content-Length: 2\nA: b", [(b"content-length", b"2"), (b"a", b"b")], id="bare-feed"),
         pytest.param(
