@@ -570,6 +570,11 @@ async def test_where_all_fail_every_request_callers_are_told_to_wait_as_long_as_
     assert (await failed_everywhere(world, "c")).retry_after_s == 4
     world.clock.time += 50
     assert (await failed_everywhere(world, "c")).retry_after_s == RETRY_AFTER_UNKNOWN_MAX_S
+    unreachable = Script(opening=UpstreamUnreachable("It cannot be reached."))  # which says nothing of them
+    world.answers(light_0=Script(status=500), light_1=unreachable, push=Script(status=500))
+    with pytest.raises(UpstreamFailed) as caught:
+        await world.run(world.request(), members={"user": "f"})
+    assert caught.value.retry_after_s is None
     world.answers(light_0=Script(status=500), light_1=GOOD)
     await world.run(world.request(), members={"user": "d"})
     assert (await failed_everywhere(world, "e")).retry_after_s is None  # one of them has answered another
