@@ -67,6 +67,11 @@ class _Row:
     last_at: float = -inf
     requests: set[bytes] = field(default_factory=set)
 
+    @property
+    def is_doubt(self) -> bool:
+        """Whether so many different requests have failed that the backend is in doubt."""
+        return len(self.requests) >= IN_A_ROW
+
 
 class Doubts:
     """Backends on which different requests have failed in a row, whoever is at fault.
@@ -91,17 +96,17 @@ class Doubts:
         row.last_at = now
         if len(row.requests) < ROW_MAX:
             row.requests.add(request)
-        return len(row.requests) >= IN_A_ROW
+        return row.is_doubt
 
     def answered(self, backend: Backend) -> bool:
         """Note that `backend` has begun to answer a request. Return whether it was in doubt."""
         row = self.rows.pop((backend.id, backend.url), None)
-        return row is not None and len(row.requests) >= IN_A_ROW
+        return row is not None and row.is_doubt
 
     def lasted_s(self, backend: Backend, now: float) -> float | None:
         """Return for how long every request on a backend in doubt has failed; None if it is in no doubt."""
         row = self.rows.get((backend.id, backend.url))
-        if row is None or len(row.requests) < IN_A_ROW or now - row.last_at >= REPEATED_S:
+        if row is None or not row.is_doubt or now - row.last_at >= REPEATED_S:
             return None
         return now - row.first_at
 
@@ -117,7 +122,7 @@ class Doubts:
             backend = policy.backends.get(name)
             if backend is None or backend.url != url or now - row.last_at >= REPEATED_S:
                 del self.rows[name, url]
-        doubted = {name: row for (name, _), row in self.rows.items() if len(row.requests) >= IN_A_ROW}
+        doubted = {name: row for (name, _), row in self.rows.items() if row.is_doubt}
 
         def has_other(name: str, pool: Pool) -> bool:
             kind = policy.kinds[name]
