@@ -1,6 +1,7 @@
 """Which of the processes of a test run is given which test."""
 
 import re
+from contextlib import suppress
 
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
@@ -33,3 +34,18 @@ class OneHeavyAtATime(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
         self.assigned_work[node] = {name: unit for name, unit in units.items() if not all(unit.values())}
         died_in: str | None = super().remove_node(node)
         return died_in
+
+    def _reschedule(self, node: WorkerController) -> None:
+        """Give a process what it needs to go on: a test beside its last one, or word that none comes.
+
+        A process runs a test only once it knows what comes after it. xdist gives one that replaces a dead
+        one a single test; if all the others have ended by then, nothing happens that would bring a second.
+        """
+        super()._reschedule(node)
+        if self._pending_of(self.assigned_work[node]) == 1:
+            super()._reschedule(node)
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        """Give a process the next tests; they are taken back from one that turns out to be dead."""
+        with suppress(OSError):
+            super()._assign_work_unit(node)
