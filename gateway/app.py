@@ -152,6 +152,7 @@ class Gateway:
             on_sample=self._backend_sampled,
             on_stale=self._backend_unsampled,
             awaited_since=lambda name: self.pipeline.awaited_since(name),
+            silence_s=lambda name: self.pipeline.silence_s(name),
         )
         cohort = Cohort()
         self.upstream = DirectUpstream(backends.values(), secrets=secrets, tls=tls, cohort=cohort)

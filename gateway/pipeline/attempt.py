@@ -129,6 +129,13 @@ class Attempt:
         """Since when it waits for the first token, in monotonic seconds; None if it does no longer."""
         return self._started_at if self._first_byte_at is None else None
 
+    @property
+    def silence_s(self) -> float:
+        """For how long nothing of its answer has come, in seconds; `inf` if that is not known."""
+        if self._first_byte_at is None or self._is_stalled or self._is_relayed:
+            return inf
+        return self._now() + self._idle_s - self._deadline.at
+
     def give_up(self, silence_s: float) -> None:
         """End the attempt because its backend is lost.
 

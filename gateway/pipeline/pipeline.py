@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from math import inf
 
 import anyio
 from anyio.abc import TaskGroup
@@ -256,6 +257,11 @@ class Pipeline:
         """
         waits = [attempt.awaited_since for attempt in self._running.get(backend_id, ())]
         return min((since for since in waits if since is not None), default=None)
+
+    def silence_s(self, backend_id: str) -> float:
+        """Return for how long no stream from a backend has brought anything, in seconds; `inf` if none is."""
+        running = self._running.get(backend_id, ())
+        return min((attempt.silence_s for attempt in running), default=inf)
 
     def forget_prefixes(self, backend_id: str) -> None:
         """Take it that a backend has no conversation in its prefix cache: it has ended, or keeps none."""

@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from types import MappingProxyType
 
 import anyio
@@ -96,6 +97,7 @@ class Prober:
         on_sample: SampleListener | None = None,
         on_stale: Callable[[str], None] | None = None,
         awaited_since: Callable[[str], float | None] | None = None,
+        silence_s: Callable[[str], float] = lambda _: inf,
     ) -> None:
         """Prepare to probe `backends`; nothing is sent before `run`.
 
@@ -111,12 +113,14 @@ class Prober:
             on_stale: Called with the id of a backend, once per interval, while it has no recent sample, or
                 several engines answer by turns.
             awaited_since: Returns since when an answer of a backend, by id, is waited for; see `Sample`.
+            silence_s: Returns for how long no answer in progress of a backend, by id, has brought anything.
         """
         self._clock = clock
         self._on_change = on_change
         self._on_sample = on_sample
         self._on_stale = on_stale
         self._awaited_since = awaited_since
+        self._silence_s = silence_s
         self._watched: dict[str, _Watched] = {}
         self._rules: dict[str, HealthRules] = {}
         self._statuses: dict[str, BackendStatus] = {}
@@ -216,6 +220,9 @@ class Prober:
             if status.served or status.failed or name in self._served
         }
 
+    def _answered(self, name: str) -> int:
+        return self._statuses[name].served + self._served.get(name, 0)
+
     def verdicts(self) -> Mapping[str, Verdict]:
         """See `ports.SharedHealth.verdicts`."""
         now = self._clock.now()
@@ -292,7 +299,12 @@ class Prober:
             if name in self._doubted:
                 self._doubted.discard(name)
                 self._looks[name].set()
-            await self._learn(name, await _health(asker, self._rules[name].probe_timeout_s))
+            asked_at, answered = self._clock.now(), self._answered(name)
+            found = await _health(asker, self._rules[name].probe_timeout_s)
+            if isinstance(found, ProbeFailed):
+                is_heard = self._silence_s(name) < self._clock.now() - asked_at
+                found = replace(found, is_answering=is_heard or self._answered(name) > answered)
+            await self._learn(name, found)
 
         await self._paced(name, "health", probe)
 

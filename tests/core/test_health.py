@@ -616,6 +616,15 @@ def test_a_probe_that_something_before_the_engine_refuses_for_load_says_nothing_
     assert states((0, OK), (1, REFUSED), (2, limited), (102, limited), (103, OK)) == [U, B, B, DOWN, P]
 
 
+def test_a_probe_that_is_not_answered_while_requests_are_says_nothing_about_the_engine() -> None:
+    slow = replace(TIMEOUT, is_answering=True)
+    up = play((0, OK), *[(at, slow) for at in range(1, 20)])[-1]
+    assert (up.state, up.probe_failures, up.last_error) == (State.UP, 0, "probe: no answer in 3 s")
+    assert states((0, OK), (1, slow), (2, TIMEOUT), (3, slow), (4, TIMEOUT), (5, TIMEOUT)) == [U] * 5 + [X]
+    unwell = ProbeFailed(ProbeFault.STATUS, "/health: HTTP 503", is_answering=True)
+    assert states((0, OK), (1, unwell), (2, unwell), (3, unwell)) == [U] * 3 + [X]
+
+
 def test_of_engines_that_answer_by_turns_none_is_said_to_hang() -> None:
     shared = play((0, OK), *[(1, sample(7, start=start)) for start in (1e9, 2e9, 1e9)])[-1]
     served = play(*[(2, SERVED)] * 3, *[(at, sample(7)) for at in (9, 45, 90)], status=shared)

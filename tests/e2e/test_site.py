@@ -16,8 +16,11 @@ import anyio.to_thread
 import httpx
 import openai
 import pytest
+from anyio.abc import SocketStream
 from click.testing import CliRunner
 from support import clients
+from support.engine_events import DONE, delta, role
+from support.raw_server import LAST_CHUNK, STREAM_HEAD, answer_of, chunk, raw_server
 from support.redis_server import RedisServer
 from support.site import SPEED, Site, simulated, site
 
@@ -29,6 +32,7 @@ from gateway.core.load import Load
 from gateway.ports import Slot
 from gateway.simulator import Fault, FaultOrder, Simulator
 
+CHATS = {"gemma-4": {"classes": [{"class": "short_chat", "pools": ["light"]}]}}
 HELLO: Any = [{"role": "user", "content": "Why is the sky blue?"}]
 LONG: Any = [{"role": "user", "content": "The river runs past the old mill. " * 3_000}]
 FACTS = ("x-gateway-class", "x-gateway-pool", "x-gateway-backend")
@@ -561,6 +565,45 @@ async def test_a_backend_that_hangs_or_is_paused_is_noticed_and_left(
         status = running.gateway.fleet.statuses()["light-0"]
         assert status.state is State.HUNG
         assert "requests of which it knows nothing" in status.reason
+
+
+async def test_an_engine_that_answers_chats_and_no_probe_is_not_taken_out(tmp_path: Path) -> None:
+    """As a server too busy for its `/health`, of which no metrics tell either that it works."""
+    silent, unheard = False, anyio.Event()
+
+    async def engine(stream: SocketStream, number: int) -> None:
+        head, _ = server.requests[number]
+        if b"/v1/models" in head:
+            await stream.send(answer_of(b'{"data": [{"id": "gemma"}]}'))
+        elif b"/v1/chat" in head:
+            await stream.send(STREAM_HEAD + chunk(role() + delta(content="Hello")))
+            while not unheard.is_set():
+                with anyio.move_on_after(0.05):
+                    await unheard.wait()
+                await stream.send(chunk(delta(content=" again")))
+            await stream.send(chunk(delta(finish="stop") + DONE) + LAST_CHUNK)
+        elif b"/health" in head and silent:
+            await anyio.sleep_forever()
+        else:
+            await stream.send(answer_of(b""))
+
+    def last_error() -> str:
+        return running.gateway.fleet.statuses()["light-0"].last_error
+
+    async with raw_server(engine) as server:
+        backends = {"light-0": {"url": server.url, "profile": "h100-tp1-light"}}
+        health = {"interval_s": 0.1, "timeout_s": 0.3}
+        async with site(
+            tmp_path, fleet={}, backends=backends, pools={"light": ["light-0"]}, models=CHATS, health=health
+        ) as running:
+            asking = running.openai().chat.completions.create(model="gemma-4", messages=HELLO, stream=True)
+            with anyio.fail_after(60):
+                async for _ in await asking:
+                    silent = True
+                    if sum(b"/health" in head for head, _ in server.requests) > 15:
+                        unheard.set()
+            assert last_error() == "probe: no answer in 0.3 s"
+            assert running.gateway.fleet.statuses()["light-0"].state is State.UP
 
 
 async def test_a_backend_that_somebody_puts_to_sleep_is_left_until_it_is_awake(tmp_path: Path) -> None:

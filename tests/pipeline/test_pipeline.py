@@ -1,5 +1,6 @@
 """One request through the pipeline, with scripted backends. Every test ends with nothing in flight."""
 
+import asyncio
 import gc
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -1384,6 +1385,43 @@ async def test_what_is_awaited_of_a_backend_is_its_first_token(world: World) -> 
 
     awaited.append(world.pipeline.awaited_since("light-0"))
     assert awaited == [None, started_at, None, None]
+
+
+async def test_how_long_the_streams_of_a_backend_have_been_silent(world: World) -> None:
+    gates = [anyio.Event() for _ in range(3)]
+    steps = [part for gate in gates for part in (gate, HELLO)]
+    world.answers(light_0=Script([ROLE, *steps, STOP + DONE]))
+    silence_s = partial(world.pipeline.silence_s, "light-0")
+    now = asyncio.get_running_loop().time
+    assert silence_s() == inf
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request())
+        await anyio.wait_all_tasks_blocked()
+        assert silence_s() == inf  # its first token is awaited
+        for gate in gates:
+            before = now()
+            gate.set()
+            await anyio.wait_all_tasks_blocked()
+            if gate is not gates[-1]:
+                assert silence_s() <= now() - before
+                assert world.pipeline.silence_s("light-1") == inf
+
+    assert silence_s() == inf
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+async def test_a_stream_whose_backend_nobody_listens_to_is_not_said_to_be_silent(
+    world: World, is_read: bool
+) -> None:
+    """Its caller does not read, or has everything, and only the end of the body is missing."""
+    end = anyio.Event()
+    world.answers(light_0=Script([ROLE + HELLO + STOP + DONE, end]))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(), Caller(stalls=not is_read))
+        await anyio.wait_all_tasks_blocked()
+        assert world.pipeline.silence_s("light-0") == inf
+        tasks.cancel_scope.cancel()
 
 
 async def test_a_stream_already_answered_is_not_abandoned(world: World) -> None:

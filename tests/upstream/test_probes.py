@@ -295,6 +295,28 @@ async def test_no_answer_in_time_is_a_failed_probe(clock: Clock, fake_engine: En
         assert fleet.statuses()["a"].last_error == "probe: no answer in 0.05 s"
 
 
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_no_answer_in_time_does_not_count_while_requests_are_answered(
+    is_stream: bool, clock: Clock, fake_engine: Engines
+) -> None:
+    rules = HealthRules(interval_s=0.02, probe_timeout_s=0.2, penalty_s=60.0)
+    silences_s = iter([0.19] * 8 if is_stream else [])
+    async with fake_engine() as engine:
+        prober = watch(clock, engine, rules, silence_s=lambda _: next(silences_s, 0.4))
+        async with probing(prober) as fleet:
+            await fleet.wait_for(is_(State.UP))
+            await engine.until_asked("/metrics", 1)
+            engine.gates["/health"] = anyio.Event()
+            asked = engine.asked["/health"]
+            for done in range(8):
+                await engine.until_asked("/health", asked + done + 1)
+                assert fleet.statuses()["a"].state is State.UP
+                if not is_stream:
+                    fleet.report("a", Outcome.OK, "", inf)
+            await fleet.wait_for(is_(State.EJECTED))
+        assert fleet.statuses()["a"].reason.startswith("3 probes failed in a row: no answer in 0.2 s")
+
+
 @pytest.mark.parametrize(
     ("reply", "detail"),
     [

@@ -200,7 +200,7 @@ def _is_sampled(status: BackendStatus, now: float, rules: HealthRules) -> bool:
 
 def _probe_failed(status: BackendStatus, event: ProbeFailed, now: float, rules: HealthRules) -> BackendStatus:
     detail = event.detail or event.kind.value
-    is_busy = event.kind is ProbeFault.TIMEOUT and _is_working(status, now, rules)
+    is_busy = event.kind is ProbeFault.TIMEOUT and (event.is_answering or _is_working(status, now, rules))
     is_limited = event.kind is ProbeFault.LIMITED and status.was_up and status.down_since is None
     if is_busy or is_limited or event.kind is ProbeFault.OURS:
         return replace(status, last_error=f"probe: {detail}")

@@ -266,10 +266,16 @@ class ProbeOk:
 
 @valueclass(frozen=True, slots=True)
 class ProbeFailed:
-    """A probe of `/health` failed."""
+    """A probe of `/health` failed.
+
+    Attributes:
+        kind, detail: How.
+        is_answering: Requests got something from there while the probe waited.
+    """
 
     kind: ProbeFault
     detail: str = ""
+    is_answering: bool = False
 
 
 @valueclass(frozen=True, slots=True)
