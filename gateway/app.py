@@ -29,7 +29,7 @@ from gateway.core.health import GONE_S, NOT_PROBED, BackendStatus, EngineSample,
 from gateway.core.load import NO_LOAD
 from gateway.core.policy import Policy
 from gateway.core.reloads import Reload
-from gateway.core.selection import BackendView, unavailable_reason
+from gateway.core.selection import BackendView, makes_ready, unavailable_reason
 from gateway.core.trace import passed_on
 from gateway.core.value import valueclass
 from gateway.core.waiting import WaitingLine
@@ -450,19 +450,23 @@ class Gateway:
 
     def readiness(self) -> Mapping[str, bool]:
         """Return the conditions for `/readyz`, by name."""
+        return self._readiness(makes_ready)
+
+    def _readiness(self, serves: Callable[[Backend, BackendStatus], bool]) -> Mapping[str, bool]:
         statuses, objections = self.fleet.statuses(), self.boxes.objections()
         up = any(
-            name not in objections and unavailable_reason(backend, statuses[name]) is None
+            name not in objections and serves(backend, statuses[name])
             for name, backend in self.policy.backends.items()
         )
         # A box that is swapping serves nobody for minutes, but requests that wait for it are not lost.
         return {"a_backend_is_up": up or self.boxes.can_serve_later}
 
     def _readiness_for_operators(self) -> Mapping[str, bool]:
-        found = {**self.readiness(), "not_draining": not self._is_leaving()}
-        if self.settings.is_job_worker and self.worker is not None and self.jobs is not None:
-            found["the_store_of_jobs_answers"] = self.jobs.store_answers
-        return found
+        leaving = {"not_draining": not self._is_leaving()}
+        if not self.settings.is_job_worker or self.worker is None or self.jobs is None:
+            return {**self.readiness(), **leaving}
+        up = self._readiness(lambda backend, status: unavailable_reason(backend, status) is None)  # jobs wait
+        return {**up, **leaving, "the_store_of_jobs_answers": self.jobs.store_answers}
 
     def _is_leaving(self) -> bool:
         """Return whether it is about to stop: a process that runs jobs and nothing else, or any other."""

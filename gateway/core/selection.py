@@ -20,6 +20,7 @@ from gateway.core.health import (
     State,
     accepts,
     is_last_resort,
+    is_tried,
     may_be_tried,
     usable,
 )
@@ -350,6 +351,16 @@ def unavailable_reason(backend: Backend, status: BackendStatus) -> Objection | N
     if status.state is State.UNKNOWN:
         return Exclusion.UNHEALTHY, "unknown: not probed yet"
     return _kept_out(BackendView(backend, NO_LOAD, status))
+
+
+def makes_ready(backend: Backend, status: BackendStatus) -> bool:
+    """Return whether a backend is a reason to send requests to this gateway as well as to any other.
+
+    It is if it gets requests, be it only such as no other takes, unless only this gateway avoids it.
+    """
+    if is_tried(status) and not status.is_shunned:
+        status = replace(status, state=State.PROBATION)
+    return unavailable_reason(backend, status) is None
 
 
 def is_clear(case: Case) -> bool:

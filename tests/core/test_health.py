@@ -47,6 +47,7 @@ UNRESOLVED = ProbeFailed(ProbeFault.UNRESOLVED, "no address for push.example")
 TIMEOUT = ProbeFailed(ProbeFault.TIMEOUT, "no answer in 3 s")
 SERVED = Attempt(Outcome.OK)
 FAILED = Attempt(Outcome.FAILED, "HTTP 500")
+WRONG = Attempt(Outcome.MISCONFIGURED, "HTTP 401")
 REJECTED = Attempt(Outcome.REJECTED, "HTTP 400")
 STOPPING = Attempt(Outcome.DRAINING, "cannot schedule new futures")
 
@@ -471,6 +472,24 @@ def test_a_success_forgives_one_failure_from_anywhere() -> None:
     status = play((0, OK), (1, FAILED), (1, FAILED), (2, SERVED), (3, FAILED), (4, FAILED))[-1]
     assert status.reason.startswith("3 failures, the last: ")
     assert (status.is_own_verdict, status.is_shunned) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("script", "is_shunned"),
+    [
+        ([(1, FAILED)] * 3, False),
+        ([(1, FAILED), (1, FAILED), (1, WRONG)], True),
+        ([(1, WRONG)] * 3, True),
+        ([*[(1, WRONG)] * 3, (2, SERVED), (7, OK), (8, FAILED)], True),
+        ([*[(1, WRONG)] * 3, (7, OK), *[(8, SERVED)] * 3, *[(9, FAILED)] * 3], False),
+        ([*[(1, FAILED)] * 3, (7, OK), (8, WRONG)], True),
+    ],
+)
+def test_what_may_be_wrong_on_this_side_only_has_only_this_side_avoid_it(
+    script: list[tuple[float, Event]], is_shunned: bool
+) -> None:
+    status = play((0, OK), *script)[-1]
+    assert (status.state, status.is_shunned) == (State.EJECTED, is_shunned)
 
 
 def test_what_began_at_a_former_url_proves_nothing_about_the_one_there_is() -> None:

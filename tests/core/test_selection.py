@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gateway.core import admission, selection
 from gateway.core.backends import Backend, Capacity, Gates, JobRoom, KneeStep, Modalities, Pool, Spill
 from gateway.core.decision import Candidate, Exclusion
-from gateway.core.health import BackendStatus, State
+from gateway.core.health import BackendStatus, ProbeFault, State
 from gateway.core.kv import KvFormula
 from gateway.core.load import UNLIMITED, Demand, Load
 from gateway.core.perf import PerfModel
@@ -481,6 +481,30 @@ def test_a_backend_that_gets_no_request_at_all_says_why(
 ) -> None:
     found = selection.unavailable_reason(backend("light-0", **fields), status)
     assert (None if found is None else found[0]) is reason
+
+
+TRIED = replace(UP, state=State.EJECTED)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "is_ready"),
+    [
+        pytest.param({}, UP, True, id="up"),
+        pytest.param({}, BackendStatus(), False, id="not-probed"),
+        pytest.param({}, TRIED, True, id="ejected"),
+        pytest.param({}, replace(TRIED, probe_fault=ProbeFault.STATUS), True, id="unwell-by-its-own-word"),
+        pytest.param({}, replace(TRIED, own_failures=(0.0, 0.0, 0.0)), True, id="resting-between-trials"),
+        pytest.param({}, replace(TRIED, probe_fault=ProbeFault.TIMEOUT), False, id="silent"),
+        pytest.param({}, replace(TRIED, is_shunned=True), False, id="ejected-here-only"),
+        pytest.param({"drain": True}, TRIED, False, id="drained"),
+        pytest.param({"model": "qwen"}, TRIED, False, id="another-model"),
+        pytest.param({}, replace(UP, state=State.HUNG), False, id="hung"),
+    ],
+)
+def test_a_gateway_is_ready_while_a_backend_gets_requests_as_it_does_from_others(
+    fields: dict[str, Any], status: BackendStatus, is_ready: bool
+) -> None:
+    assert selection.makes_ready(backend("light-0", **fields), status) is is_ready
 
 
 def test_what_a_backend_could_take_if_it_were_idle() -> None:

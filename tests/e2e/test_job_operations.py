@@ -419,6 +419,22 @@ async def test_a_store_that_is_away_is_said_and_counted(tmp_path: Path, store: R
         assert (await command("list", "--admin", serving.admin)).out == "no jobs are waiting or running\n"
 
 
+async def test_a_worker_whose_backend_is_ejected_is_not_ready(tmp_path: Path, store: RedisServer) -> None:
+    """Chats would be tried there, but jobs wait."""
+    async with world(tmp_path, store, fault=("--fault", "error")) as site:
+        serving, working = await site.serve(), await site.worker()
+        for number in range(3):  # the same one counts once
+            await serving.openai.responses.create(**{**ASK, "input": f"Count up to {number}."})
+        with anyio.fail_after(WITHIN_S):
+            while (ready := await working.get("/readyz")).status_code == 200:
+                pass
+    assert ready.json()["checks"] == {
+        "a_backend_is_up": False,
+        "not_draining": True,
+        "the_store_of_jobs_answers": True,
+    }
+
+
 async def test_a_gateway_without_jobs_says_so(tmp_path: Path) -> None:
     file = lonely(tmp_path)
     async with running("serve", "--config", str(file)) as process:

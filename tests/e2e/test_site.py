@@ -8,6 +8,7 @@ import struct
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from support.site import SPEED, Site, simulated, site
 from gateway import app
 from gateway.cli import main
 from gateway.core.count_check import SAMPLES
-from gateway.core.health import EngineSample, State, transitions
+from gateway.core.health import EngineSample, Outcome, State, transitions
 from gateway.core.load import Load
 from gateway.ports import Slot
 from gateway.simulator import Fault, FaultOrder, Simulator
@@ -848,6 +849,25 @@ async def test_liveness_and_readiness(fleet: Site) -> None:
     assert [one.status_code for one in ready] == [200, 200]
     checks = {"a_backend_is_up": True, "not_draining": True}
     assert [one.json() for one in ready] == [{"ready": True, "checks": checks}] * 2
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.MISCONFIGURED])
+async def test_a_gateway_whose_backends_are_ejected_is_ready_if_they_fare_no_better_elsewhere(
+    fleet: Site, outcome: Outcome
+) -> None:
+    """Load balancers send it nothing otherwise, though some of it would be answered."""
+    statuses = fleet.gateway.fleet.statuses
+    for name in fleet.backends:
+        for _ in range(3):
+            fleet.gateway.fleet.report(name, outcome, "", inf)
+    assert {one.state for one in statuses().values()} == {State.EJECTED}
+
+    ready = []
+    for url in (fleet.url, fleet.admin_url):
+        async with clients.http(base_url=url) as client:
+            ready.append((await client.get("/readyz")).status_code)
+
+    assert ready == [200 if outcome is Outcome.FAILED else 503] * 2
 
 
 async def test_a_backend_that_serves_another_model_is_said_and_makes_nothing_ready(

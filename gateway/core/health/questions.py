@@ -79,16 +79,19 @@ def is_last_resort(status: BackendStatus) -> bool:
     return status.state is State.UNKNOWN
 
 
-def may_be_tried(status: BackendStatus, now: float) -> bool:
-    """Return whether a request that no other backend takes may be tried there, although it is ejected.
+def is_tried(status: BackendStatus) -> bool:
+    """Return whether requests that no other backend takes are tried there, although it is ejected.
 
-    It answers probes, if only with an error, so that some of the requests may succeed. If its trials fail, it
-    rests between them.
+    It answers probes, if only with an error, so that some of the requests may succeed.
     """
-    if status.state is not State.EJECTED or status.is_asleep or status.probe_fault not in _ANSWERED:
-        return False
+    return status.state is State.EJECTED and not status.is_asleep and status.probe_fault in _ANSWERED
+
+
+def may_be_tried(status: BackendStatus, now: float) -> bool:
+    """Return whether one of these requests may be tried there now: if trials fail, it rests between them."""
     failed = status.own_failures
-    return len(failed) < TRIALS_FAILED_MAX or now - failed[-1] >= TRIALS_PAUSE_S
+    is_resting = len(failed) >= TRIALS_FAILED_MAX and now - failed[-1] < TRIALS_PAUSE_S
+    return is_tried(status) and not is_resting
 
 
 def verdict(status: BackendStatus, now: float, rules: HealthRules) -> Verdict | None:

@@ -434,15 +434,17 @@ def _attempt_failed(
     if not usable(status):
         return status  # already out of service; requests that were in flight do not count
     is_telling = outcome in _TELLING
+    is_shunned = status.is_shunned or outcome is Outcome.MISCONFIGURED
     status = replace(status, failed=status.failed + is_telling)
     if status.state is State.PROBATION:
-        out = _ejected(status, f"failed in probation: {detail}", now, rules, is_shunned=status.is_shunned)
+        out = _ejected(status, f"failed in probation: {detail}", now, rules, is_shunned=is_shunned)
     else:
         own_failures = (*_recent(status.own_failures, now, rules), now)
         status = replace(_with_failures(status, 1, now, rules), own_failures=own_failures)
         failures, own = len(status.recent_failures), len(status.own_failures)
         if failures >= rules.failures_max:
-            out = _ejected(status, f"{failures} failures, the last: {detail}", now, rules)
+            why = f"{failures} failures, the last: {detail}"
+            out = _ejected(status, why, now, rules, is_shunned=is_shunned)
         elif own >= rules.failures_max:
             # The engine is well: what is between it and this gateway is not, which concerns no other gateway.
             why = f"{own} failures from here, though it serves other gateways; the last: {detail}"

@@ -113,7 +113,8 @@ class BackendStatus:
             gateway.
         own_failures: The same through this one, which successes through others do not forgive; of an ejected
             one, its failed trials.
-        is_shunned: Whether it was ejected for those alone, which no other gateway is told, and not up since.
+        is_shunned: Whether it was ejected for those alone, or because it refuses this gateway's key or finds
+            nothing at its URL, which no other gateway is told, and not up since.
         metrics_error: Why its last scrape failed, or says nothing, or "". Hangs cannot be detected without
             samples.
         model_error: A known problem with the models it serves, or "".
