@@ -890,7 +890,7 @@ def test_neither_a_bad_request_nor_a_caller_that_left_nor_a_full_queue_changes_a
     status = seen[-1] if seen else BackendStatus()
     after = play(*[(now, Attempt(outcome, "HTTP 400"))] * times, status=status)[-1]
     if outcome is Outcome.BUSY and status.state is State.EJECTED:  # a failed trial, but nothing else
-        status = replace(status, successes=0, own_failures=after.own_failures)
+        status = replace(status, successes=0, trials_failed=after.trials_failed)
     assert after == status
 
 
@@ -996,6 +996,19 @@ def test_trials_that_failed_before_it_answered_probes_again_do_not_count() -> No
     assert not may_be_tried(ejected((11, UNWELL), *failed, (12, UNWELL)), 12.0)
     assert may_be_tried(ejected((11, UNWELL), *failed, (12, OK)), 12.0)
     assert not may_be_tried(ejected(*failed, (12, OK)), 12.0)
+
+
+def test_trials_that_failed_during_an_earlier_ejection_do_not_count() -> None:
+    again = ejected(*[(11, trial(Outcome.FAILED, 10.5))] * 3, (15, OK), (15.5, FAILED))
+
+    assert (again.state, may_be_tried(again, 15.5)) == (State.EJECTED, True)
+
+
+def test_what_succeeds_late_makes_up_for_no_failed_trial() -> None:
+    failed = [(11, trial(Outcome.FAILED, 10.5))] * 3
+
+    assert not may_be_tried(ejected(*failed, (12, trial(Outcome.OK, 9.5))), 12.0)
+    assert may_be_tried(ejected(*failed, (12, trial(Outcome.OK, 10.5))), 12.0)
 
 
 def test_what_fails_late_is_no_failed_trial() -> None:

@@ -493,7 +493,7 @@ TRIED = replace(UP, state=State.EJECTED)
         pytest.param({}, BackendStatus(), False, id="not-probed"),
         pytest.param({}, TRIED, True, id="ejected"),
         pytest.param({}, replace(TRIED, probe_fault=ProbeFault.STATUS), True, id="unwell-by-its-own-word"),
-        pytest.param({}, replace(TRIED, own_failures=(0.0, 0.0, 0.0)), True, id="resting-between-trials"),
+        pytest.param({}, replace(TRIED, trials_failed=(0.0, 0.0, 0.0)), True, id="resting-between-trials"),
         pytest.param({}, replace(TRIED, probe_fault=ProbeFault.TIMEOUT), False, id="silent"),
         pytest.param({}, replace(TRIED, is_shunned=True), False, id="ejected-here-only"),
         pytest.param({"drain": True}, TRIED, False, id="drained"),

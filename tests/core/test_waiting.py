@@ -2863,7 +2863,7 @@ def test_who_finds_no_backend_is_tried_on_ejected_ones_a_few_at_a_time() -> None
     "light",
     [
         replace(EJECTED, probe_fault=ProbeFault.TIMEOUT),
-        replace(EJECTED, own_failures=(-2.0, -1.0, 0.0)),  # all its trials have failed
+        replace(EJECTED, trials_failed=(-2.0, -1.0, 0.0)),  # all its trials have failed
         replace(EJECTED, served_models=("gemma", "other")),  # which one is wanted is not known
         replace(EJECTED, state=State.HUNG),
     ],

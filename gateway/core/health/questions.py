@@ -89,7 +89,7 @@ def is_tried(status: BackendStatus) -> bool:
 
 def may_be_tried(status: BackendStatus, now: float) -> bool:
     """Return whether one of these requests may be tried there now: if trials fail, it rests between them."""
-    failed = status.own_failures
+    failed = status.trials_failed
     is_resting = len(failed) >= TRIALS_FAILED_MAX and now - failed[-1] < TRIALS_PAUSE_S
     return is_tried(status) and not is_resting
 

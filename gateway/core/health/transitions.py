@@ -120,6 +120,7 @@ def _enter(status: BackendStatus, state: State, now: float, reason: str) -> Back
         state=state,
         since=now,
         reason=reason,
+        trials_failed=(),
         is_own_verdict=False,
         is_shunned=status.is_shunned and state is not State.UP,
         is_gone=False,
@@ -182,7 +183,7 @@ def _probe_ok(status: BackendStatus, now: float, rules: HealthRules) -> BackendS
         case State.EJECTED if now >= status.ejected_until:
             return _on_probation(status, now, f"penalty over; last error: {status.last_error}")
         case State.EJECTED if away_s > 0:
-            return replace(status, own_failures=())  # trials that failed meanwhile say nothing any more
+            return replace(status, trials_failed=())  # those of meanwhile say nothing any more
         case State.DRAINING if now - status.since >= rules.drain_s:
             return _on_probation(
                 status, now, f"said it was stopping, but still answers {rules.drain_s:.0f} s later"
@@ -380,9 +381,9 @@ def _attempt_not_ok(status: BackendStatus, event: Attempt, now: float, rules: He
     is_refused = event.outcome is Outcome.BUSY  # what is before an engine that is dead may say so of all
     is_trial = status.state is State.EJECTED and event.started_at >= status.since
     if is_trial and (event.outcome.is_fault or is_refused):
-        failed = (*_recent(status.own_failures, now, rules), now)
+        failed = (*_recent(status.trials_failed, now, rules), now)[-TRIALS_FAILED_MAX:]
         told = status.failed + (event.outcome in _TELLING and not status.is_shunned)
-        status = replace(status, successes=0, own_failures=failed[-TRIALS_FAILED_MAX:], failed=told)
+        status = replace(status, successes=0, trials_failed=failed, failed=told)
     if event.outcome.is_fault:
         return _attempt_failed(status, event.outcome, event.detail, now, rules)
     return status  # REJECTED, UNFIT, CANCELLED, BUSY: not faults
@@ -411,7 +412,7 @@ def _trial_ok(status: BackendStatus, now: float, rules: HealthRules) -> BackendS
     over early doubles no penalty to come: it would soon be out for the longest time, and remain so when all
     is well, because another that is up is asked instead of trying it.
     """
-    status = replace(status, successes=status.successes + 1)
+    status = replace(status, successes=status.successes + 1, trials_failed=status.trials_failed[1:])
     if now >= status.ejected_until or status.successes < rules.probation_successes:
         return status
     return replace(status, ejected_until=now, ejections=status.ejections - 1)

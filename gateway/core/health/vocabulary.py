@@ -111,8 +111,9 @@ class BackendStatus:
         last_error: The last failure, for an operator; "" if none.
         recent_failures: Monotonic seconds of failed attempts not yet forgiven, oldest first, through any
             gateway.
-        own_failures: The same through this one, which successes through others do not forgive; of an ejected
-            one, its failed trials.
+        own_failures: The same through this one, which successes through others do not forgive.
+        trials_failed: Of an ejected one, monotonic seconds of its last failed trials, less those that trials
+            since have made up for, oldest first.
         is_shunned: Whether it was ejected for those alone, or because it refuses this gateway's key or finds
             nothing at its URL, which no other gateway is told, and not up since.
         metrics_error: Why its last scrape failed, or says nothing, or "". Hangs cannot be detected without
@@ -153,6 +154,7 @@ class BackendStatus:
     last_error: str = ""
     recent_failures: tuple[float, ...] = ()
     own_failures: tuple[float, ...] = ()
+    trials_failed: tuple[float, ...] = ()
     is_shunned: bool = False
     metrics_error: str = ""
     model_error: str = ""
