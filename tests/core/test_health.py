@@ -635,11 +635,13 @@ def test_a_probe_that_something_before_the_engine_refuses_for_load_says_nothing_
     assert states((0, OK), (1, REFUSED), (2, limited), (102, limited), (103, OK)) == [U, B, B, DOWN, P]
 
 
-def test_a_probe_that_is_not_answered_while_requests_are_says_nothing_about_the_engine() -> None:
+def test_what_requests_get_while_a_probe_waits_is_as_good_an_answer() -> None:
     slow = replace(TIMEOUT, is_answering=True)
     up = play((0, OK), *[(at, slow) for at in range(1, 20)])[-1]
     assert (up.state, up.probe_failures, up.last_error) == (State.UP, 0, "probe: no answer in 3 s")
-    assert states((0, OK), (1, slow), (2, TIMEOUT), (3, slow), (4, TIMEOUT), (5, TIMEOUT)) == [U] * 5 + [X]
+    twice = [(1.0, TIMEOUT), (2.0, TIMEOUT)]
+    assert states((0, OK), *twice, (3, slow), *twice, (4, TIMEOUT)) == [U] * 6 + [X]
+    assert states((0, OK), *[(1, FAILED)] * 3, (2, slow), (7, slow)) == [U, U, U, X, X, P]
     unwell = ProbeFailed(ProbeFault.STATUS, "/health: HTTP 503", is_answering=True)
     assert states((0, OK), (1, unwell), (2, unwell), (3, unwell)) == [U] * 3 + [X]
 

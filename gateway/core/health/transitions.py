@@ -201,19 +201,16 @@ def _is_sampled(status: BackendStatus, now: float, rules: HealthRules) -> bool:
 
 def _probe_failed(status: BackendStatus, event: ProbeFailed, now: float, rules: HealthRules) -> BackendStatus:
     detail = event.detail or event.kind.value
-    is_busy = event.kind is ProbeFault.TIMEOUT and (event.is_answering or _is_working(status, now, rules))
+    status = replace(status, last_error=f"probe: {detail}")
+    if event.kind is ProbeFault.TIMEOUT and event.is_answering:  # as good an answer
+        return _probe_ok(status, now, rules)
+    is_busy = event.kind is ProbeFault.TIMEOUT and _is_working(status, now, rules)
     is_limited = event.kind is ProbeFault.LIMITED and status.was_up and status.down_since is None
     if is_busy or is_limited or event.kind is ProbeFault.OURS:
-        return replace(status, last_error=f"probe: {detail}")
+        return status
     since = now if status.down_since is None else status.down_since
     failures = status.probe_failures + 1
-    status = replace(
-        status,
-        probe_failures=failures,
-        probe_fault=event.kind,
-        down_since=since,
-        last_error=f"probe: {detail}",
-    )
+    status = replace(status, probe_failures=failures, probe_fault=event.kind, down_since=since)
     # A single refusal is conclusive: no process listens on the port. Other failures may be transient.
     certain = event.kind is ProbeFault.REFUSED or not status.was_up or status.state in _AWAY
     if not certain and failures < rules.failures_max:
