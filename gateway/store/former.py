@@ -5,6 +5,7 @@ Otherwise they would stay taken until its accounts expire (docs/store.md#account
 
 import logging
 from collections.abc import Collection
+from itertools import count
 
 import anyio
 
@@ -16,11 +17,9 @@ from gateway.store.redis import COMMAND_S, REFRESH_S, TTL_S
 
 log = logging.getLogger("gateway.store")
 
-NUMBER_MAX = 2**53 - 1
-"""The number of an order that no other follows: the scripts' numbers are doubles (settle.lua)."""
-
-_NOTHING = Order(NUMBER_MAX, NO_LOAD, NO_LOAD, NO_LOAD, waits=False, may_keep=False, deaf=0)
-"""It uses nothing and wants nothing. A late command of the process that ended is ignored after it."""
+FIRST_NUMBER = 2**52
+"""The number of the first order; no process that is alive gets that far. The scripts' numbers are doubles
+(settle.lua)."""
 
 
 class FormerAccounts:
@@ -30,6 +29,7 @@ class FormerAccounts:
         """Prepare to close the accounts of `owner` with `backends` in the store at `url`."""
         self._url, self._prefix, self._owner = url, prefix, owner
         self._backends = backends
+        self._numbers = count(FIRST_NUMBER)
 
     async def run(self) -> None:
         """Close them, and return. If the store does not answer, try again until they have expired."""
@@ -42,10 +42,13 @@ class FormerAccounts:
                     await anyio.sleep(REFRESH_S)
 
     async def _close(self) -> None:
+        # Uses nothing and wants nothing. A late command of the process that ended is ignored after it, but
+        # this one is not ignored where an earlier attempt came half way.
+        nothing = Order(next(self._numbers), NO_LOAD, NO_LOAD, NO_LOAD, waits=False, may_keep=False, deaf=0)
         leases = Leases(self._url, prefix=self._prefix, owner=self._owner, ttl_s=TTL_S, command_s=COMMAND_S)
         try:
             for backend_id in self._backends:
-                await leases.settle(backend_id, _NOTHING)
+                await leases.settle(backend_id, nothing)
             await leases.leave()
         finally:
             await leases.aclose()

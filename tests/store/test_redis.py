@@ -509,6 +509,26 @@ async def test_slots_of_a_dead_process_are_not_asked_for_once_they_have_expired(
             await FormerAccounts(server.url, prefix="gw", owner="dead", backends=("a",)).run()
 
 
+async def test_an_attempt_to_free_the_slots_of_a_dead_process_that_came_half_way_is_repeated(
+    store: Store, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="gateway.store")
+    monkeypatch.setattr("gateway.store.former.REFRESH_S", 0.0)
+    await take(connect(store, owner="dead"))
+    replicas = f"{{{store.prefix}}}:replicas"
+    await store.redis.set(replicas, "of another type")  # so that it frees the slot, but cannot leave
+    numbers = set[int]()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(FormerAccounts(store.url, prefix=store.prefix, owner="dead", backends=("b",)).run)
+        with anyio.fail_after(WITHIN_S):
+            while len(numbers) < 3:
+                numbers.add((await store.account("dead")).number)
+        await store.redis.delete(replicas)
+
+    events = [record.fields["event"] for record in caplog.records]  # type: ignore[attr-defined]
+    assert events == ["slots_freed"]
+
+
 async def test_slots_of_a_dead_process_are_freed_once_the_store_answers(
     tmp_path: Path, connect: Connect
 ) -> None:
