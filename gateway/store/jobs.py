@@ -123,9 +123,7 @@ class RedisJobs(JobScripts):
         self._waiters: dict[str, _Waiters] = {}
         self._waiting = 0  # number of tasks that wait for a job
         self._subscription: Subscription | None = None  # while messages are received
-        self._work = _Waiters()
-        self._work_heard = 0  # number of messages about new work; and of those followed by a check
-        self._work_seen = 0
+        self._work = anyio.Event()  # a message about work has come since the last `waiting`
         self._stops: deque[tuple[str, int]] = deque(maxlen=STOPS_MAX)
 
     # ------------------------------------------------------------ callers
@@ -245,14 +243,10 @@ class RedisJobs(JobScripts):
 
     async def claim(self, worker: str, lanes: Collection[str], attempts_max: int, config: str) -> Job | None:
         """See `ports.JobStore.claim`. If a reply was lost, the next call returns the same job."""
-        heard = self._work_heard
         token = self._tokens.setdefault(worker, secrets.token_hex(8))
         reply = await self._run("claim", worker, token, attempts_max, config, *lanes)
         self._tokens.pop(worker, None)
-        job = _job_or_none(reply)
-        if job is None:
-            self._work_seen = max(self._work_seen, heard)
-        return job
+        return _job_or_none(reply)
 
     async def beat(
         self, worker: str, claims: Collection[tuple[str, str]], serving: Serving
@@ -328,9 +322,8 @@ class RedisJobs(JobScripts):
     async def waiting(self, wait_s: float) -> Collection[tuple[str, int]]:
         """See `ports.JobStore.waiting`."""
         with anyio.move_on_after(wait_s):
-            while self._work_seen == self._work_heard:
-                await self._work.heard.wait()
-        self._work_seen = self._work_heard
+            await self._work.wait()
+        self._work = anyio.Event()
         stops = list(self._stops)
         self._stops.clear()
         return stops
@@ -400,8 +393,7 @@ class RedisJobs(JobScripts):
         if text:
             attempt, job_id = text.split(" ", 1)
             self._stops.append((job_id, int(attempt)))
-        self._work_heard += 1
-        self._work.wake()
+        self._work.set()
 
     @contextmanager
     def _waiting_for(self, job_id: str) -> Iterator[_Waiters]:

@@ -1053,6 +1053,23 @@ async def test_workers_are_woken_by_new_jobs_and_by_those_given_back(world: JobW
         await wakes(there.give_back(*there.held("a"), attempts_max=3))
 
 
+async def test_workers_are_woken_by_what_they_heard_during_a_look_that_came_too_early_for_it(
+    world: JobWorld, jobs: Jobs
+) -> None:
+    there = world.open()
+    await world.submit(jobs, "a")
+    async with listening(jobs):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(waits, jobs, "a", 0)
+            await is_heard(world, "a")
+            assert [lane.name for lane in (await jobs.queue()).lanes] == [LANE]
+            await there.submit(new_job("b", lane=LANES[1]), QUOTA)
+            await there.cancel("a")  # which is heard after it
+        assert await jobs.claim("w", [LANE], 3) is None
+        with anyio.fail_after(WITHIN_S):
+            assert list(await jobs.waiting(1000.0)) == [("a", 0)]
+
+
 # ------------------------------------------------------------------ for operators
 
 
