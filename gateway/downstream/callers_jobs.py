@@ -244,18 +244,24 @@ class CallersJobs:
 
         Raises:
             StreamBroken: it is not there any more.
-            ResponseNotFound: nor is the job.
+            ResponseNotFound: nor is the job; or it has ended, and the store has lost the end of its answer.
         """
+        start = 0 if last is None else last.number + 1
         if last is None:
-            return await self._jobs.chunks(job.id, 0, CHUNKS_AT_ONCE)
-        chunks = await self._jobs.chunks(job.id, last.number, CHUNKS_AT_ONCE + 1)
-        if chunks and chunks[0] == last:
-            return chunks[1:]
-        await self._again(job)
-        raise StreamBroken(
-            "The store has lost some of the answer, which is generated again from there: discard what came "
-            f"before. The new answer will be at /v1/responses/{job.id}."
-        )
+            chunks = await self._jobs.chunks(job.id, 0, CHUNKS_AT_ONCE)
+        else:
+            known, *chunks = await self._jobs.chunks(job.id, last.number, CHUNKS_AT_ONCE + 1) or (None,)
+            if known != last:
+                await self._again(job)
+                raise StreamBroken(
+                    "The store has lost some of the answer, which is generated again from there: discard "
+                    f"what came before. The new answer will be at /v1/responses/{job.id}."
+                )
+        if not chunks and job.status.is_final and start < job.chunks:
+            job = await self._again(job)  # an operator may have retried it
+            if job.status.is_final and start < job.chunks:
+                raise gone(job.id)
+        return chunks
 
     def _turn(self, job: Job, start: int) -> AbstractAsyncContextManager[object]:
         """Return the turn to read the stored chunks of a job from number `start` on."""

@@ -511,6 +511,26 @@ async def test_who_follows_an_answer_of_which_the_store_has_lost_some_is_cut_off
     assert (told[-1]["type"], told[-1].get("code")) == ("error", "stream_broken")
 
 
+@pytest.mark.parametrize("way", ["events", "news"])
+@pytest.mark.parametrize("left", [[], ["a"]], ids=["all", "the-end"])
+async def test_who_follows_a_job_that_has_ended_is_told_if_the_store_has_lost_its_answer(
+    way: str, left: Sequence[str]
+) -> None:
+    facts = JobFacts({"id": "resp_1", "status": "queued"}, "0" * 32, 0, {}, {}).encoded()
+    job = Job(NewJob("resp_1", None, "m/c", b"{}", facts), JobStatus.COMPLETED, attempt=1, chunks=2)
+    read = _words(*left)
+    jobs = jobs_of(World(), Lagging(job, read, read))
+
+    if way == "news":
+        last = read[-1] if read else None
+        with pytest.raises(ResponseNotFound):
+            await jobs.news(job, last, 10.0, is_placed=False)
+        return
+    with anyio.fail_after(3):
+        told = [event async for batch in jobs.events(job, -1) for event in batch]
+    assert (told[-1]["type"], told[-1].get("code")) == ("error", "response_not_found")
+
+
 class Away:
     """What waiters ask of `ports.JobStore`: each of them finds it away once; then its job has failed."""
 

@@ -12,6 +12,7 @@ import anyio
 import httpx
 import openai
 import pytest
+from redis.asyncio import Redis
 from support import clients
 from support.processes import config, running
 from support.redis_server import RedisServer
@@ -168,6 +169,22 @@ async def test_a_stream_is_followed_left_and_taken_up_again(gateway: Site) -> No
     assert whole[-1].type in {"response.completed", "response.incomplete"}
     text = "".join(event.delta for event in whole if event.type == "response.output_text.delta")
     assert text == whole[-1].response.output_text
+
+
+async def test_who_follows_an_answer_that_the_store_has_lost_is_told_so(
+    gateway: Site, store: RedisServer
+) -> None:
+    client = gateway.openai(api_key="a")
+    job = await client.responses.create(**ASK, background=True, max_output_tokens=40)
+    await ended(client, job.id)
+    async with Redis.from_url(store.url) as redis:
+        assert await redis.delete(*await redis.keys(f"*:chunks:{job.id}")) == 1
+
+    with anyio.fail_after(20), pytest.raises(openai.APIError) as caught:
+        async for _ in await client.responses.retrieve(job.id, stream=True):
+            pass
+
+    assert caught.value.code == "response_not_found"
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["created", "retrieved"])
