@@ -198,7 +198,8 @@ class InputReader:
         self._endpoint = endpoint
         self._seen: dict[str, int] = {}  # by custom_id, the line
         self._size_bytes = 0
-        self.count = self.errors = 0
+        self.count = 0
+        self.errors: list[BatchLineError] = []
         self.is_over = False
 
     def read(self, line: RawLine) -> BatchLine | BatchLineError | None:
@@ -213,8 +214,8 @@ class InputReader:
         if self.count > LINES_MAX:
             return self._refused("too_many_requests", f"The file has more than {LINES_MAX:,} requests.")
         if isinstance(found, BatchLineError):
-            self.errors += 1
-            self.is_over = self.errors >= ERRORS_MAX
+            self.errors.append(found)
+            self.is_over = len(self.errors) >= ERRORS_MAX
         return found
 
     def end(self) -> BatchLineError | None:
@@ -222,9 +223,9 @@ class InputReader:
         return None if self.count else self._refused("empty_file", "The file has no requests.")
 
     def _refused(self, code: str, message: str) -> BatchLineError:
-        self.errors += 1
+        self.errors.append(BatchLineError(code, message))
         self.is_over = True
-        return BatchLineError(code, message)
+        return self.errors[-1]
 
 
 def request_of(line: RawLine, endpoint: str, seen: dict[str, int]) -> BatchLine | BatchLineError | None:

@@ -213,13 +213,10 @@ class BatchRunner:
     async def _validate(self, claim: BatchClaim) -> bool:
         """Validate the whole file before any of its lines runs. Return whether the batch may run."""
         reader, splitter = InputReader(claim.batch.endpoint), LineSplitter()
-        errors: list[BatchLineError] = []
 
         def read(raws: Iterable[RawLine]) -> None:
             for raw in raws:
-                found = reader.read(raw)
-                if isinstance(found, BatchLineError):
-                    errors.append(found)
+                reader.read(raw)
                 if reader.is_over:
                     return
 
@@ -235,8 +232,9 @@ class BatchRunner:
             await anyio.to_thread.run_sync(read, raws, limiter=self._validating)
             if not piece:
                 break
-        if not reader.is_over and (error := reader.end()) is not None:
-            errors.append(error)
+        if not reader.is_over:
+            reader.end()
+        errors = reader.errors
         new = BatchStatus.FAILED if errors else BatchStatus.IN_PROGRESS
         log.info(
             "batch %s: %d requests, %d errors",

@@ -172,7 +172,7 @@ def test_after_many_errors_no_more_is_read() -> None:
 def test_an_error_of_the_file_as_a_whole_is_counted_too() -> None:
     reader = InputReader(CHAT)
     assert reader.end() is not None
-    assert (reader.errors, reader.is_over) == (1, True)
+    assert (len(reader.errors), reader.is_over) == (1, True)
 
 
 # ------------------------------------------------------------------ the batch
