@@ -347,8 +347,7 @@ class BatchRunner:
         size, number, end = 0, 0, 0
         while size < WRITTEN_MAX and (line := await lines.peek()) is not None:
             number, end = line.number, lines.end
-            running = RunningLine("", line.number, line.custom_id)
-            written.append(_unanswered(claim.batch, snapshot, running, None))
+            written.append(_unanswered(claim.batch, snapshot, line, None))
             size += len(written[-1])
             lines.go_on()
         if written:
@@ -426,7 +425,9 @@ def _refused(batch: Batch, line: BatchLine, error: CallerError) -> bytes:
     return answered_line(line_id, line.custom_id, status, line_id, body)
 
 
-def _unanswered(batch: Batch, snapshot: BatchSnapshot, line: RunningLine, job: Job | None) -> bytes:
+def _unanswered(
+    batch: Batch, snapshot: BatchSnapshot, line: BatchLine | RunningLine, job: Job | None
+) -> bytes:
     """Return the error line for a request without an answer."""
     has_expired = job is not None and job.error is not None and job.error.code == "job_expired"
     if snapshot.status is BatchStatus.CANCELLING:
