@@ -8,9 +8,9 @@ A job is stored as the chat request for a backend, and its answer as the numbere
 sent. What callers see (a response object, its events, a chat completion) is computed from these, so it is the
 same after a restart and on every gateway.
 
-A worker *claims* a job. The claim has the number of the attempt, which is part of every write by the worker.
-Writes are rejected once another worker has the job, or once it has ended. So a job may be started more than
-once, but ends once: a final status never changes.
+A worker *claims* a job. The claim has a unique id, which is part of every write by the worker. Writes are
+rejected once another worker has the job, or once it has ended. So a job may be started more than once, but
+ends once: a final status changes only if an operator retries the job.
 
 Pure: times are arguments, in epoch seconds of the store's clock.
 """
@@ -94,7 +94,7 @@ class Job:
     Attributes:
         new: What was submitted. Body and facts are empty unless they were asked for; see `ports.JobStore`.
         status: Its status.
-        attempt: Number of claims so far, which the worker's writes must repeat.
+        attempt: Number of claims so far.
         failures: Number of failed attempts: the worker died, or the backend failed.
         created_at: When it was accepted; `started_at`: when last claimed; `ended_at`: when it became final.
             Epoch seconds of the store's clock.
@@ -103,7 +103,8 @@ class Job:
         chunks: Number of stored chunks of its answer.
         size_bytes: Bytes that it and its answer occupy in the store.
         worker: The worker that has it, or had it last.
-        claim: Unique id of the latest claim, even compared with claims that the store has forgotten.
+        claim: Id of the latest claim, which its worker's writes must repeat. Unique, even compared with
+            claims that the store has forgotten.
         error: Why it failed.
         setback: What went wrong in the last attempt that ended without an answer; "" if nothing did.
     """
@@ -141,9 +142,8 @@ class Chunk:
 
     Attributes:
         number: From 0, without gaps, across attempts.
-        attempt: The attempt that wrote it. An answer that starts over (is not continued) begins with a higher
-            one, and invalidates all chunks of lower attempts; see `restarts`.
-        restarts: Whether the answer starts over with this chunk.
+        attempt: The attempt that wrote it.
+        restarts: Whether the answer starts over with this chunk, which invalidates all before it.
         data: Server-sent events.
     """
 
