@@ -88,8 +88,8 @@ class RedisFiles(JobScripts):
     async def read(self, file_id: str, offset: int, limit: int | None = None) -> bytes:
         """See `ports.FileStore.read`."""
         piece, start = divmod(offset, PIECE_BYTES)
-        name = f"{self._tag}:piece:{file_id}:{piece}"
         last = -1 if limit is None else start + limit - 1
+        name = self._key("piece", file_id, str(piece))
         command = partial(self._connections.redis.getrange, name, start, last)
         data: bytes = await self._connections.answer("read", command)
         return data

@@ -29,6 +29,10 @@ class JobScripts:
         """Close all connections."""
         await self._connections.aclose()
 
+    def _key(self, *names: str) -> str:
+        """Return the name of a key or channel, as `key` in jobs.lua does."""
+        return ":".join((self._tag, *names))
+
     async def _run(self, name: str, *arguments: str | bytes | int) -> Any:
         """Call a script once. Raises StoreUnavailable: its outcome is unknown."""
         command = partial(self._scripts[name], keys=[self._tag], args=[*self._first, *arguments])

@@ -420,11 +420,6 @@ class RedisJobs(JobScripts):
         status, chunks = await self._connections.answer("status", command)
         return (None, 0) if status is None else (JobStatus(status.decode()), int(chunks))
 
-    # ------------------------------------------------------------ internals
-
-    def _key(self, *names: str) -> str:
-        return ":".join((self._tag, *names))
-
 
 # ------------------------------------------------------------------ encoding
 
