@@ -299,8 +299,7 @@ class RedisJobs(JobScripts):
         setback: str = "",
     ) -> bool:
         """See `ports.JobStore.give_back`."""
-        rest_ms = max(0, round(after_s * 1000))
-        words = (rest_ms, int(failed), attempts_max, setback)
+        words = (round(after_s * 1000), int(failed), attempts_max, setback)
         return bool(await self._run("give_back", job_id, claim, *words))
 
     async def refuse(
@@ -314,8 +313,7 @@ class RedisJobs(JobScripts):
         after_s: float,
     ) -> AfterRefusal | None:
         """See `ports.JobStore.refuse`."""
-        rest_ms = max(0, round(after_s * 1000))
-        words = (config, rest_ms, attempts_max, *_words(error))
+        words = (config, round(after_s * 1000), attempts_max, *_words(error))
         reply = await self._run("refuse", job_id, claim, *words)
         return None if reply is None else AfterRefusal(reply.decode())
 
