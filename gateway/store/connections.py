@@ -110,7 +110,7 @@ class Connections:
 
     def connection(self) -> AbstractConnection:
         """Return a new, unopened connection that belongs to the caller."""
-        connection: AbstractConnection = self.redis.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+        connection: AbstractConnection = self._pool.make_connection()  # type: ignore[no-untyped-call]
         return connection
 
     def script(self, *names: str) -> AsyncScript:
