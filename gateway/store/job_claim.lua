@@ -14,6 +14,8 @@ local function wake(lane)
         if job then
             set(job, {retry_at = 0})
             enqueue(job, false)
+        else -- deleted by hand
+            redis.call('ZREM', key('ages', lane), id)
         end
     end
 end

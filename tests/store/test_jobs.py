@@ -1354,8 +1354,15 @@ async def test_jobs_whose_group_was_destroyed_are_kept_by_beats_and_taken_over(
     assert not await world.streams()
 
 
-async def test_a_job_that_was_deleted_by_hand_holds_nobody_up(world: JobWorld, jobs: Jobs) -> None:
+@pytest.mark.parametrize("is_rested", [False, True], ids=["new", "rested"])
+async def test_a_job_that_was_deleted_by_hand_holds_nobody_up(
+    world: JobWorld, jobs: Jobs, is_rested: bool
+) -> None:
     await world.submit(jobs, "a", "b")
+    if is_rested:
+        await world.claim(jobs)
+        await jobs.give_back(*jobs.held("a"), attempts_max=3, after_s=1000.0)
+        await world.rest_is_over("a")
     await world.redis.delete(world.key("job", "a"))
     assert await claimed(jobs) == ["b"]
     await jobs.finish(*jobs.held("b"), JobStatus.COMPLETED)
