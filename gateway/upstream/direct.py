@@ -105,6 +105,7 @@ class DirectUpstream(BackendClients["DirectClient"]):
         try:
             call.connection = await client.ask(client.head_of(target), target.body, call.timeouts.connect_s)
         except BaseException:
+            await _closed()
             await self._give_back(client)
             raise
         return call.connection
@@ -115,14 +116,21 @@ class DirectUpstream(BackendClients["DirectClient"]):
         try:
             # Closing the connection early tells the engine to stop generating.
             if not client.take_back(connection):
-                # The event loop closes it in its next iteration: wait for that before the slot is released.
-                with anyio.CancelScope(shield=True):
-                    await anyio.lowlevel.checkpoint()
+                await _closed()
         finally:
             if client in self._retired:
                 await self._give_back(client)
             else:
                 client.in_flight -= 1
+
+
+async def _closed() -> None:
+    """Wait until the event loop has closed what was aborted, in its next iteration.
+
+    Otherwise, the slot would be released before the engine can know of it.
+    """
+    with anyio.CancelScope(shield=True):
+        await anyio.lowlevel.checkpoint()
 
 
 class _Call:

@@ -1179,6 +1179,23 @@ async def test_a_call_that_ends_early_ends_with_its_connection_closed() -> None:
             assert response._is_lost
 
 
+@pytest.mark.usefixtures("only_direct")
+async def test_so_does_a_call_that_ends_before_its_answer() -> None:
+    held = list[direct._Connection]()
+
+    async def answer(_: SocketStream, __: int) -> None:
+        (client,) = cast("DirectUpstream", upstream)._clients.values()
+        held.extend(client._busy)
+        scope.cancel()
+
+    async with serving(answer) as (_, upstream, target):
+        with anyio.CancelScope() as scope:
+            async with upstream.open(target, Timeouts()):
+                raise AssertionError("there is no answer")
+        (connection,) = held
+        assert connection._is_lost
+
+
 @pytest.mark.parametrize("value", [b"b\r\nc: d", b"b\nc: d", b"b\rc: d"])
 async def test_a_header_with_a_line_break_never_leaves(value: bytes) -> None:
     async with serving(always(answer_of(b"{}"))) as (server, upstream, target):
