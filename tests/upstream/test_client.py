@@ -61,6 +61,7 @@ from gateway.settings import BackendTls
 from gateway.tcp import SILENT_S
 from gateway.upstream import backend_clients, direct
 from gateway.upstream.direct import DirectUpstream
+from gateway.upstream.faults import tls_fault
 
 CAPACITY = Capacity(context_tokens=100, knee=(KneeStep(None, 4),))
 
@@ -240,6 +241,38 @@ async def test_a_finished_connection_is_used_again() -> None:
                 await whole(response)
 
     assert server.connections == 1
+
+
+@pytest.mark.usefixtures("only_direct")
+async def test_the_connection_that_was_used_last_is_used_again() -> None:
+    """Those that are not needed any more rest until they are closed."""
+    used: list[object] = []
+    gates = [anyio.Event(), anyio.Event()]
+
+    async def answer(stream: SocketStream, number: int) -> None:
+        used.append(stream)
+        if number < 2:
+            await gates[number].wait()
+        await stream.send(answer_of(b"{}"))
+
+    async with serving(answer) as (server, upstream, target):
+
+        async def call() -> None:
+            async with upstream.open(target, Timeouts()) as response:
+                await whole(response)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call)
+            while not used:
+                await anyio.lowlevel.checkpoint()
+            gates[1].set()
+            await call()  # on another connection, which then rests longer
+            gates[0].set()
+        for _ in range(2):
+            await call()
+
+    assert server.connections == 2
+    assert used[2] is used[3] is used[0]
 
 
 @pytest.mark.usefixtures("only_direct")
@@ -467,6 +500,54 @@ async def test_when_it_may_be_asked_again_is_said_by_the_answer_itself() -> None
     assert server.connections == 1
 
 
+@pytest.mark.parametrize("before", ["an answer", "an early hint"])
+async def test_how_an_answer_ends_is_said_by_the_answer_itself(before: str) -> None:
+    async def answer(stream: SocketStream, number: int) -> None:
+        if before == "an answer" and number == 0:
+            await stream.send(answer_of(b"{}"))
+            return
+        hint = b"HTTP/1.1 103 Early Hints\r\ncontent-length: 0\r\n\r\n" if before == "an early hint" else b""
+        await stream.send(hint + b"HTTP/1.1 200 OK\r\n\r\nall of it")
+        await stream.aclose()
+
+    async with serving(answer) as (server, upstream, target):
+        if before == "an answer":
+            async with upstream.open(target, Timeouts()) as response:
+                assert await whole(response) == b"{}"
+        async with upstream.open(target, Timeouts()) as response:
+            assert await whole(response) == b"all of it"
+
+    assert server.connections == 1
+
+
+async def test_that_an_answer_is_compressed_is_said_by_the_answer_itself() -> None:
+    async def answer(stream: SocketStream, number: int) -> None:
+        if number == 0:
+            await stream.send(answer_of(b"{}", "400 Bad Request", "Content-Encoding: gzip\r\n"))
+        else:
+            await stream.send(answer_of(b"{}"))
+
+    async with serving(answer) as (server, upstream, target):
+        for status in (400, 200):
+            async with upstream.open(target, Timeouts()) as response:
+                assert response.status == status
+                assert await whole(response) == b"{}"
+
+    assert server.connections == 1
+
+
+@pytest.mark.usefixtures("only_direct")
+async def test_what_nobody_asked_for_does_not_change_the_answer_before_it() -> None:
+    answer = always(answer_of(b"{}") + answer_of(b"no", "500 Internal Server Error", "Retry-After: 9\r\n"))
+    async with serving(answer) as (server, upstream, target):
+        for _ in range(2):
+            async with upstream.open(target, Timeouts()) as response:
+                assert (response.status, response.retry_after) == (200, None)
+                assert await whole(response) == b"{}"
+
+    assert server.connections == 2
+
+
 async def test_a_kept_connection_that_the_backend_just_closed_costs_nothing() -> None:
     async def answer(stream: SocketStream, number: int) -> None:
         if number == 1:
@@ -683,6 +764,26 @@ async def test_no_more_of_an_answer_is_read_than_is_wanted() -> None:
     async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
         with anyio.fail_after(10):
             assert len(await response.read_whole(100_000)) > 100_000
+
+
+async def test_what_is_as_long_as_it_may_be_is_read_to_its_end() -> None:
+    gate, found = anyio.Event(), list[bytes]()
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(STREAM_HEAD + chunk(b"x" * 10))
+        await gate.wait()
+        await stream.send(chunk(b"y") + LAST_CHUNK)
+
+    async def read(response: UpstreamResponse) -> None:
+        found.append(await response.read_whole(10))
+
+    async with serving(answer) as (_, upstream, target), upstream.open(target, Timeouts()) as response:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read, response)
+            await anyio.wait_all_tasks_blocked()
+            gate.set()
+
+    assert found == [b"x" * 10 + b"y"]  # else it would seem to be whole
 
 
 @pytest.mark.usefixtures("only_direct")
@@ -1001,6 +1102,30 @@ async def test_chunks_whose_lines_come_by_themselves_are_no_trailers(monkeypatch
 
 
 @pytest.mark.usefixtures("only_direct")
+async def test_the_heads_of_earlier_answers_make_none_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "HEAD_BYTES_MAX", 100)
+    head, body = answer_of(b"{}")[:-2], b"{}"
+
+    async def answer(stream: SocketStream, _: int) -> None:
+        await stream.send(head)
+        (client,) = cast("DirectUpstream", upstream)._clients.values()
+        (connection,) = client._busy
+        while not (connection._is_headed or connection._is_lost):
+            await anyio.lowlevel.checkpoint()
+        await stream.send(body)
+
+    async with serving(answer) as (server, upstream, target):
+        for _ in range(4):
+            async with upstream.open(target, Timeouts()) as response:
+                assert isinstance(response, direct._Connection)
+                while not (response._is_complete or response._is_lost):  # so that it is read at once
+                    await anyio.lowlevel.checkpoint()
+                assert await whole(response) == body
+
+    assert server.connections == 1
+
+
+@pytest.mark.usefixtures("only_direct")
 async def test_what_nobody_asked_for_ends_a_kept_connection() -> None:
     async def answer(stream: SocketStream, number: int) -> None:
         await stream.send(answer_of(b"{}") + (b"HTTP/1.1 200 OK\r\n\r\nmore" if number == 0 else b""))
@@ -1099,6 +1224,46 @@ async def test_a_backend_that_stopped_before_it_was_asked_is_not_lost_because_of
         with pytest.raises(UpstreamUnreachable):
             await client.ask(ASKED, b"", 5.0)
         await client.aclose()
+
+
+async def test_a_backend_has_its_connections_for_as_long_as_it_is_asked_in_the_same_way() -> None:
+    answer = always(answer_of(b"{}"))
+    async with raw_server(answer) as server, client_of(server.url, b="first") as (upstream, target):
+        assert isinstance(upstream, HttpxUpstream | DirectUpstream)
+
+        async def key_sent() -> bytes:
+            async with upstream.open(target, Timeouts()) as response:
+                await whole(response)
+            (key,) = (line for line in server.requests[-1][0].split(b"\r\n") if b"Bearer" in line)
+            return key.partition(b"Bearer ")[2]
+
+        assert await key_sent() == b"first"
+        upstream.update([target.backend], secrets={"b": "first"}, tls={})
+        assert await key_sent() == b"first"
+        assert (server.connections, upstream._retired) == (1, [])
+
+        upstream.update([target.backend], secrets={"b": "second"}, tls={})
+        assert await key_sent() == b"second"
+        assert (server.connections, len(upstream._retired)) == (2, 1)
+
+        upstream.update([target.backend], secrets={"b": "second"}, tls={"b": False})
+        assert await key_sent() == b"second"
+        assert (server.connections, len(upstream._retired)) == (3, 2)
+
+
+async def test_a_backend_that_has_moved_is_not_asked_for_what_was_meant_for_its_former_url() -> None:
+    answer = always(answer_of(b"{}"))
+    async with raw_server(answer) as former, serving(answer) as (server, upstream, target):
+        assert isinstance(upstream, HttpxUpstream | DirectUpstream)
+        moved = replace(target.backend, url=former.url)
+        upstream.update([moved], secrets={}, tls={})
+        with pytest.raises(UpstreamUnreachable):
+            async with upstream.open(target, Timeouts()):
+                pass
+        async with upstream.open(replace(target, backend=moved), Timeouts()) as response:
+            assert await whole(response) == b"{}"
+
+    assert (len(server.requests), len(former.requests)) == (0, 1)
 
 
 async def test_a_way_that_is_configured_no_more_is_run_to_its_end() -> None:
@@ -1462,6 +1627,23 @@ async def test_an_answer_that_is_held_hands_over_no_chunk() -> None:
     assert sink.data == b"data: 0\n\ndata: 1\n\n"
 
 
+@pytest.mark.usefixtures("only_direct")
+async def test_what_follows_an_answer_is_no_chunk_of_it() -> None:
+    sink = Chunks()
+    async with serving(always(STREAM_HEAD)) as (server, upstream, target):
+        for _ in range(2):
+            async with upstream.open(target, Timeouts()) as response, anyio.create_task_group() as tasks:
+                assert isinstance(response, asyncio.Protocol)
+                tasks.start_soon(response.stream_to, sink.take, sink.take_chunk)
+                await anyio.lowlevel.checkpoint()
+                response.data_received(chunk(b"data: 0\n\n"))
+                response.data_received(LAST_CHUNK)
+                response.data_received(chunk(b"data: 1\n\n"))
+
+    assert sink.data == 2 * b"data: 0\n\n"
+    assert server.connections == 2
+
+
 async def test_an_answer_without_a_body_pours_nothing() -> None:
     sink = Sink()
     answer = always(answer_of(b""))
@@ -1780,3 +1962,34 @@ async def test_a_backend_may_ask_for_a_client_certificate(
                 async with upstream.open(target, Timeouts()):
                     pass
         await upstream.aclose()
+
+
+async def test_that_a_client_certificate_is_wanted_is_known_of_a_lost_call(
+    certificate: tuple[Path, Path], only_direct: None
+) -> None:
+    """By TLS 1.3, the server says so only after the handshake, when the request may have been sent."""
+    cert, key = certificate
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    context.verify_mode = ssl.CERT_REQUIRED
+
+    def refuse_one() -> None:
+        with context.wrap_socket(
+            listener.accept()[0], server_side=True, do_handshake_on_connect=False
+        ) as connection:
+            with suppress(ssl.SSLError):
+                connection.do_handshake()
+            with socket.socket(fileno=connection.detach()) as plain:
+                while plain.recv(1000):  # what is still unread when it is closed would reset the connection
+                    pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"https://localhost:{listener.getsockname()[1]}"
+        client = direct.DirectClient(url, None, ssl.create_default_context(cafile=cert))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.to_thread.run_sync, refuse_one)
+            with anyio.fail_after(10), pytest.raises(UpstreamLost) as caught:
+                await client.ask(ASKED, b"", 5.0)
+        await client.aclose()
+
+    assert tls_fault(caught.value).endswith("certificate required")  # docs/health.md

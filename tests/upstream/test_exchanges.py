@@ -73,6 +73,23 @@ async def test_those_in_progress_can_be_hurried_and_later_ones_have_their_time()
     assert await exchanges.run(answered, LONG_S) == b"answer"
 
 
+async def test_an_exchange_of_a_cancelled_task_that_is_hurried_has_no_result() -> None:
+    """None would say that the server had not answered in time."""
+    exchanges, results = Exchanges(), list[object]()
+
+    async def run() -> None:
+        results.append(await exchanges.run(silence, LONG_S))
+
+    with anyio.fail_after(LONG_S / 2):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            await anyio.wait_all_tasks_blocked()
+            tasks.cancel_scope.cancel()
+            exchanges.hurry(0.0)
+
+    assert results == []
+
+
 async def test_a_hurry_gives_nobody_more_time() -> None:
     exchanges = Exchanges()
 
