@@ -629,7 +629,7 @@ class _Connection(asyncio.Protocol):
             self._is_spoiled = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_spoiled or self._is_headed:  # a trailer says nothing of the answer
+        if self._is_headed:  # a trailer, or the head of what nobody asked for, says nothing of the answer
             return
         name = name.lower()
         if name in (b"content-length", b"transfer-encoding"):
@@ -663,7 +663,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._is_between_chunks = False
-        if self._is_headed and not self._is_spoiled:
+        if self._is_headed:
             self._is_complete = True
             # Must be read here: the parser resets it afterwards.
             self._keeps_alive = self._parser.should_keep_alive()
@@ -676,10 +676,9 @@ class _Connection(asyncio.Protocol):
         self._is_asked = True
         self._asked_at = self._loop.time()
         self._has_answer = self._is_headed = self._is_complete = self._is_framed = False
-        self._is_between_chunks = self._is_encoded = False
+        self._is_encoded = False
         self.retry_after = None
         self._head_bytes = self._buffered = 0
-        self._parts.clear()
 
     def _receive_rest(self, tls: ssl.SSLObject) -> None:
         """Receive what came by TLS while reading was paused: uvloop drops it when the connection ends."""
