@@ -426,10 +426,32 @@ async def test_a_kept_connection_is_closed_too_by_leaving_early() -> None:
     assert server.connections == 2
 
 
-async def test_a_client_that_is_closed_closes_its_idle_connections() -> None:
+@pytest.mark.usefixtures("only_direct")
+async def test_what_was_not_read_of_an_answer_is_not_taken_for_the_next_one() -> None:
+    async def answer(stream: SocketStream, number: int) -> None:
+        await stream.send(answer_of(b"%d" % number))
+
+    async with serving(answer) as (_, upstream, target):
+        async with upstream.open(target, Timeouts()) as response:
+            assert isinstance(response, direct._Connection)
+            while not (response._is_complete or response._is_lost):
+                await anyio.lowlevel.checkpoint()
+        async with upstream.open(target, Timeouts()) as response:
+            assert await whole(response) == b"1"
+
+
+@pytest.mark.parametrize("is_configured", [True, False])
+async def test_a_client_that_is_closed_closes_its_idle_connections(
+    monkeypatch: pytest.MonkeyPatch, is_configured: bool
+) -> None:
+    monkeypatch.setattr(backend_clients, "KEEPALIVE_S", 60.0)  # not because they are idle
     async with raw_server(always(answer_of(b"{}"))) as server:
-        async with client_of(server.url) as (upstream, target), upstream.open(target, Timeouts()) as response:
-            await whole(response)
+        async with client_of(server.url) as (upstream, target):
+            assert isinstance(upstream, HttpxUpstream | DirectUpstream)
+            async with upstream.open(target, Timeouts()) as response:
+                await whole(response)
+            if not is_configured:
+                upstream.update([], secrets={}, tls={})
         with anyio.fail_after(10):
             await server.closed.wait()
 
@@ -1349,16 +1371,17 @@ async def test_so_does_a_call_that_ends_before_its_answer() -> None:
     held = list[direct._Connection]()
 
     async def answer(_: SocketStream, __: int) -> None:
-        (client,) = cast("DirectUpstream", upstream)._clients.values()
         held.extend(client._busy)
         scope.cancel()
 
     async with serving(answer) as (_, upstream, target):
+        (client,) = cast("DirectUpstream", upstream)._clients.values()
         with anyio.CancelScope() as scope:
             async with upstream.open(target, Timeouts()):
                 raise AssertionError("there is no answer")
         (connection,) = held
         assert connection._is_lost
+        assert not client.in_flight
 
 
 @pytest.mark.parametrize("value", [b"b\r\nc: d", b"b\nc: d", b"b\rc: d"])
@@ -1381,7 +1404,7 @@ class Sink:
         self.data = b""
         self.calls = 0
         self.got = anyio.Event()
-        self._enough = enough
+        self.enough = enough
         self._holding: UpstreamResponse | None = None
         self._held: UpstreamResponse
 
@@ -1393,7 +1416,7 @@ class Sink:
             self._held, self._holding = self._holding, None
             self._held.pause()
         self.got.set()
-        return self._enough is None or len(self.data) < self._enough
+        return self.enough is None or len(self.data) < self.enough
 
     async def more(self) -> None:
         """Return once something has come that had not when this was called last."""
@@ -1625,6 +1648,20 @@ async def test_an_answer_that_is_held_hands_over_no_chunk() -> None:
             response.resume()
             response.data_received(LAST_CHUNK)
     assert sink.data == b"data: 0\n\ndata: 1\n\n"
+
+
+@pytest.mark.usefixtures("only_direct")
+async def test_a_sink_that_wants_no_more_gets_no_further_chunk() -> None:
+    sink = Chunks()
+    sink.enough = 1
+    async with serving(always(STREAM_HEAD)) as (_, upstream, target):
+        async with upstream.open(target, Timeouts()) as response, anyio.create_task_group() as tasks:
+            assert isinstance(response, asyncio.Protocol)
+            tasks.start_soon(response.stream_to, sink.take, sink.take_chunk)
+            await anyio.lowlevel.checkpoint()
+            response.data_received(chunk(b"data: 0\n\n"))
+            response.data_received(chunk(b"data: 1\n\n"))  # before the one that pours can know
+    assert sink.data == b"data: 0\n\n"
 
 
 @pytest.mark.usefixtures("only_direct")
