@@ -249,7 +249,8 @@ class GuardedProtocol(HttpToolsProtocol):
         uvicorn would read on after every answer, however many requests are waiting.
         """
         self._idle_since = self.loop.time()
-        if self._refusal is not None and not self.pipeline and not self.transport.is_closing():
+        is_answered = self._rest_timer is not None  # what was rejected is the rest of this request
+        if self._refusal is not None and not (self.pipeline or is_answered or self.transport.is_closing()):
             self._write_refusal(self._refusal)
         super().on_response_complete()
         if self.pipeline:
@@ -291,6 +292,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def linger(self) -> None:
         """Close the connection after an answer to an incomplete request."""
         if not self.transport.is_closing():
+            self._stop_rest_timer()
             self.pipeline.clear()  # what came behind the incomplete request is no request
             self.transport.write_eof()
             self.transport.set_protocol(Lingering(self))
@@ -393,6 +395,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
         What came behind requests that are still being answered is answered after them. Only the first error
         counts: the parser goes on with the data in which it was found, but nothing behind it is a request.
+        A request whose answer began before its body proved invalid has that answer, and no other.
         """
         if self.has_refused():
             return
@@ -400,10 +403,20 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refusal = error
         latest = self.cycle
         is_first = not self.pipeline and (latest is None or latest.response_complete or latest.more_body)
-        if is_first:
+        if self._rest_timer is not None:
+            self.linger()
+        elif is_first and self._is_half_answered():
+            latest.keep_alive = False
+        elif is_first:
             self._write_refusal(error)
         elif latest.more_body:  # it waits for the answers before it
             self.pipeline.popleft()
+
+    def _is_half_answered(self) -> bool:
+        """Return whether the latest request is being answered, although its body is incomplete."""
+        latest = self.cycle
+        has_begun = latest is not None and latest.more_body and latest.response_started
+        return has_begun and not latest.response_complete
 
     def _write_refusal(self, error: GatewayError) -> None:
         """Write it, and close the connection. What the caller is still sending must not reset it."""

@@ -14,6 +14,7 @@ import pytest
 from anyio.abc import SocketStream
 from litestar import Litestar, get
 from litestar.handlers import HTTPRouteHandler
+from litestar.response import Stream
 
 from gateway.core.errors import StartupBlocked
 from gateway.downstream import guard, idle, listener
@@ -185,6 +186,40 @@ async def test_a_connection_whose_body_came_after_its_answer_may_be_used_and_end
             await stream.send(b"0123456789")
         with anyio.fail_after(10):
             await everything(stream)
+
+
+async def test_a_body_that_proves_invalid_behind_its_answer_has_no_second_one() -> None:
+    async with listening() as port, await anyio.connect_tcp("127.0.0.1", port) as stream:
+        await stream.send(CHUNKED)
+        assert (await stream.receive()).startswith(b"HTTP/1.1 405")
+        await stream.send(b"zz\r\n\r\n" + GET)
+        with anyio.fail_after(10):
+            assert await everything(stream) == b""
+
+
+async def test_a_body_that_proves_invalid_within_its_answer_does_not_change_it() -> None:
+    may_end = anyio.Event()
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"begun, "
+        await may_end.wait()
+        yield b"and over"
+
+    @get("/streamed", sync_to_thread=False)
+    def streamed() -> Stream:
+        return Stream(parts(), headers={"content-length": "15"})
+
+    async with listening(streamed) as port, await anyio.connect_tcp("127.0.0.1", port) as stream:
+        await stream.send(CHUNKED.replace(b"POST /", b"GET /streamed"))
+        received = b""
+        while not received.endswith(b"begun, "):
+            received += await stream.receive()
+        await stream.send(b"zz\r\n\r\n" + GET)
+        async with await anyio.connect_tcp("127.0.0.1", port) as other:  # so that has been read
+            await asked(other)
+        may_end.set()
+        with anyio.fail_after(10):
+            assert await everything(stream) == b"and over"
 
 
 async def test_a_head_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
