@@ -84,6 +84,7 @@ class GuardedProtocol(HttpToolsProtocol):
         "_running",
         "_stall_timer",
         "_stalled_at",
+        "_uncounted_bytes",
         "_wants_upgrade",
     )
 
@@ -93,6 +94,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._idle = idle
         self._idle_since = self.loop.time()  # since the last answer, or the first bytes of a head in parts
         self._head_bytes = 0  # of an incomplete head, or incomplete trailers
+        self._uncounted_bytes = 0  # some of which may be in that head, too
         self._read_bytes = 0  # of the data being parsed
         self._is_in_head = True
         self._has_ended = False  # whether a request has ended within the data being parsed
@@ -153,15 +155,21 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._wants_upgrade:
             self._read_without_upgrade(data[self._rest_at :])
             return
-        # If a request has ended within this data, all of it may belong to that request: it is not counted.
-        if self._is_in_head and not self._has_ended and not self.has_refused():
-            if self._head_bytes == 0:
-                self._idle_since = self.loop.time()
-            self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES_MAX:
-                self._refuse_head()
+        if self._is_in_head and not self.has_refused():
+            self._count_head(len(data))
         elif self.timeout_keep_alive_task is None and self.is_between_requests():
             self._await_request()  # these were line breaks, which do not begin a request
+
+    def _count_head(self, size: int) -> None:
+        """Note that so many bytes were received, and the head, or the trailers, are still incomplete."""
+        if self._has_ended:  # all of them may belong to the request before
+            self._uncounted_bytes = size
+            return
+        if self._head_bytes == 0:
+            self._idle_since = self.loop.time()
+        self._head_bytes += size
+        if self._head_bytes > HEAD_BYTES_MAX:
+            self._refuse_head()
 
     def is_between_requests(self) -> bool:
         """Return whether the next byte received is the first of a request, or before it."""
@@ -195,7 +203,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start a request."""
         self._is_in_head = True
-        self._head_bytes = 0
+        self._head_bytes = self._uncounted_bytes = 0
         if self._head_timer is None and not self.has_refused():
             self._await_head()
         super().on_message_begin()
@@ -279,7 +287,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def has_long_head(self) -> bool:
         """Return whether the head that is now complete exceeds its limit: it may have come in one piece."""
-        if self._head_bytes + self._read_bytes <= HEAD_BYTES_MAX:
+        if self._head_bytes + self._uncounted_bytes + self._read_bytes <= HEAD_BYTES_MAX:
             return False
         fields = sum(len(name) + len(value) for name, value in self.headers)
         return len(self.url) + fields > HEAD_BYTES_MAX

@@ -599,6 +599,17 @@ async def test_a_head_behind_another_request_has_a_bound(way: str) -> None:
         assert (got.status, got.header("connection")) == (431, "close")
 
 
+async def test_a_head_that_began_behind_another_request_has_the_bound_of_any_other(way: str) -> None:
+    following = post(chat(user="hidden"), "X: " + "y" * 100_000)
+    async with front(way) as site, site.caller() as caller:
+        assert (await caller.ask(post() + following[:100_000])).status == 200
+        got = await caller.ask(following[100_000:])
+
+        assert (got.status, got.code, got.header("connection")) == (431, "headers_too_large", "close")
+        await site.idle()
+        assert len(site.backend.requests) == 1
+
+
 async def test_a_head_that_does_not_come_breaks_off_no_answer(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
