@@ -237,6 +237,19 @@ async def test_repeated_requests_that_come_together_are_answered_in_order(site: 
     assert [user in body for user, body in zip(users, asked(site), strict=True)] == [True] * 6
 
 
+async def test_the_rest_of_a_body_that_was_answered_without_it_is_no_repeated_request(site: Front) -> None:
+    hidden = post(chat(user="hidden"))
+    refused = post(hidden, key=None)
+    async with site.caller() as caller:
+        assert (await caller.ask(post(chat(user="first")))).status == 200
+        assert (await caller.ask(refused.removesuffix(hidden))).status == 401
+        protocol_of(site).data_received(hidden)
+        assert (await caller.ask(post(chat(user="second")))).status == 200
+
+    users = [b"first", b"second"]
+    assert [user in body for user, body in zip(users, asked(site), strict=True)] == [True] * 2
+
+
 async def test_a_repeated_request_waits_for_the_answer_before_it(site: Front) -> None:
     gate = anyio.Event()
 
