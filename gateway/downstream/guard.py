@@ -392,7 +392,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_timer = None
         if self.cycle is not None and not self.cycle.response_complete:
             self._await_head()  # it may have come already: what follows waiting requests is not read
-        elif not self.transport.is_closing():
+        else:
             self._refuse(RequestTimeout(f"No complete request arrived within {HEAD_WITHIN_S:g} s."))
 
     def _refuse_head(self) -> None:

@@ -1041,6 +1041,26 @@ async def test_nor_of_one_that_leaves_instead_of_reading(way: str) -> None:
         assert connection._stall_timer is None
 
 
+@pytest.mark.parametrize("rest", [b"", b"zz\r\n"], ids=["nothing", "nonsense"])
+async def test_nor_of_one_that_leaves_in_a_body_that_was_answered(way: str, rest: bytes) -> None:
+    async with front(way) as site:
+        connections = site.listener.server_state.connections
+        async with site.caller() as caller:
+            got = await caller.ask(post(b"", "Transfer-Encoding: chunked", key=None, length=None))
+            assert got.status == 401
+            (connection,) = connections
+            assert isinstance(connection, GuardedProtocol)
+            timer = connection._rest_timer
+            assert timer is not None
+            if rest:
+                await caller.send(rest)
+                assert await caller.until_closed() == b""
+            await leave(caller.stream, "reset")
+            await site.eventually(lambda: not connections)
+        assert timer.cancelled()
+        assert connection._rest_timer is None
+
+
 def tasks_at_work() -> list[str]:
     """The tasks that answer requests, or wait for one on a connection."""
     names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
@@ -1113,8 +1133,10 @@ async def test_callers_that_leave_while_all_are_looked_at_are_no_trouble(
                     caller = await callers.enter_async_context(site.caller())
                     assert (await caller.ask(post())).status == 200
                 await site.eventually(lambda: len(site.listener._to_look_at) > 4)
+                looked_at = list(connections)
             await site.eventually(lambda: not connections)
             await site.eventually(lambda: not site.listener._to_look_at)
+            assert [one._stall_timer for one in looked_at if isinstance(one, GuardedProtocol)] == [None] * 8
         async with site.caller() as caller:
             assert (await caller.ask(post())).status == 200
 
