@@ -149,16 +149,19 @@ class GuardedProtocol(HttpToolsProtocol):
         """Parse bytes; close the connection if a head exceeds its limit."""
         if self.has_refused():
             return
-        self._has_ended = False
-        self._read_bytes = len(data)
-        super().data_received(data)
-        if self._wants_upgrade:
-            self._read_without_upgrade(data[self._rest_at :])
-            return
+        self._parse(data)
+        while self._wants_upgrade:  # each of a row of requests, whose rest is held only once
+            data = self._without_upgrade(data)
+            self._parse(data)
         if self._is_in_head and not self.has_refused():
             self._count_head(len(data))
         elif self.timeout_keep_alive_task is None and self.is_between_requests():
             self._await_request()  # these were line breaks, which do not begin a request
+
+    def _parse(self, data: bytes) -> None:
+        self._has_ended = False
+        self._read_bytes = len(data)
+        super().data_received(data)
 
     def _count_head(self, size: int) -> None:
         """Note that so many bytes were received, and the head, or the trailers, are still incomplete."""
@@ -330,14 +333,14 @@ class GuardedProtocol(HttpToolsProtocol):
         assert isinstance(error, httptools.HttpParserUpgrade)
         (self._rest_at,) = error.args
 
-    def _read_without_upgrade(self, rest: bytes) -> None:
-        """Parse a request again without its upgrade; `rest` is the data after its head."""
+    def _without_upgrade(self, data: bytes) -> bytes:
+        """Return a request whose head ends in `data` without its upgrade, to be parsed again."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
         lines += [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
         self._wants_upgrade = False
         self.parser = self.new_parser()
-        self.data_received(b"\r\n".join((*lines, b"", rest)))
+        return b"\r\n".join((*lines, b"", memoryview(data)[self._rest_at :]))
 
     def _await_request(self) -> None:
         """Start, or restart, the time limit for an idle connection."""

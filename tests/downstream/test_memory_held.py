@@ -180,6 +180,26 @@ async def test_the_bodies_of_those_that_are_turned_away_are_not_held(way: str) -
     assert held < len(TEXT)
 
 
+UPGRADE = post(
+    b"", "Connection: upgrade", "Upgrade: h2c", "X: " + 1_200 * "x", line="GET /livez HTTP/1.1", length=None
+)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_what_follows_requests_for_an_upgrade_is_held_once_though_it_is_read_again(way: str) -> None:
+    row = UPGRADE * 150
+    async with front(way) as site, site.caller() as caller:
+        assert (await caller.ask(UPGRADE)).status == 200
+        (connection,) = site.listener.server_state.connections
+        before, _peak = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        connection.data_received(row)
+        _now, peak = tracemalloc.get_traced_memory()
+        for _ in range(150):
+            assert (await caller.answer()).status == 200
+    assert peak - before < 20 * len(row)
+
+
 MODELS = post(b"", line="GET /v1/models HTTP/1.1", length=None)
 CHUNKED = post(chunk(chat()), "Transfer-Encoding: chunked", length=None)
 
