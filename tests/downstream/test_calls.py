@@ -5,6 +5,7 @@ Over real sockets, byte by byte, on both event loops.
 
 import asyncio
 import json
+import logging
 import select
 import socket
 import struct
@@ -49,7 +50,7 @@ from gateway.downstream.listener import Listener
 from gateway.downstream.origins import Origins
 from gateway.downstream.relay import AsgiCall, BodyLimits, Call, Head, HttpDownstream, Uploads
 from gateway.pipeline import LEFT_STATUS, CallerStalled
-from gateway.ports import Headers
+from gateway.ports import Headers, TakeChunk
 from gateway.sockets import bind
 from gateway.tcp import SILENT_S
 
@@ -1859,6 +1860,68 @@ async def test_nothing_ends_no_answer_and_what_is_relayed_comes_behind_its_head(
     async with answering(way, answer) as caller:
         got = await caller.ask(post())
         assert (got.body, got.is_whole) == (b"relayed, at once, and sent", True)
+
+
+class Recognized(Unchanged):
+    """Recognizes every chunk."""
+
+    def match(self, data: bytes, start: int, end: int) -> bytes | None:
+        return data
+
+
+class InChunks(ScriptedResponse):
+    """Comes in chunks, each complete and alone."""
+
+    async def stream_to(self, take: Callable[[bytes], bool], take_chunk: TakeChunk | None = None) -> None:
+        while data := await self.read():
+            assert take_chunk is None or take_chunk(data, 0, len(data))
+
+
+async def give_in_parts(downstream: HttpDownstream) -> None:
+    await downstream.start(200, [])
+    await downstream.send(b"late")
+    await downstream.finish()
+
+
+async def give_whole(downstream: HttpDownstream) -> None:
+    await downstream.send_whole(200, [], b"late")
+    await downstream.finish()
+
+
+async def give_what_comes(downstream: HttpDownstream) -> None:
+    await downstream.start(200, [])
+    await downstream.relay(ScriptedResponse(Script([b"late"])), Unchanged())
+    await downstream.finish()
+
+
+async def give_chunks(downstream: HttpDownstream) -> None:
+    await downstream.start(200, [])
+    await downstream.relay(InChunks(Script([chunk(b"late")])), Recognized())
+    await downstream.finish()
+
+
+@pytest.mark.parametrize("give", [give_in_parts, give_whole, give_what_comes, give_chunks])
+async def test_nothing_is_written_to_a_caller_that_has_left(
+    way: str, give: Callable[[HttpDownstream], Awaitable[None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    has_come, is_over = anyio.Event(), anyio.Event()
+
+    async def answer(downstream: HttpDownstream) -> None:
+        has_come.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await give(downstream)
+            is_over.set()
+
+    async with answering(way, answer) as caller:
+        await caller.send(post())
+        with anyio.fail_after(10):
+            await has_come.wait()
+            await leave(caller.stream, "reset")
+            await is_over.wait()
+    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
 
 
 async def test_what_is_sent_waits_for_a_caller_that_reads_slowly(way: str) -> None:
