@@ -59,7 +59,6 @@ class BodyReceiver(Forwarding, asyncio.BufferedProtocol):
         if self._left:
             self._file = BytesIO()
         self._uploads.reserved_bytes -= self._size
-        self._size = 0
         self._left = memoryview(b"")
 
     def get_buffer(self, sizehint: int) -> memoryview:
