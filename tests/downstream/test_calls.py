@@ -904,6 +904,18 @@ async def test_nor_is_that_of_one_that_was_given_up(way: str, monkeypatch: pytes
         await site.eventually(lambda: not site.listener.server_state.connections)
 
 
+async def test_a_connection_for_which_there_was_no_room_is_not_kept(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "CONNECTIONS_MAX", 1)
+    async with front(way, stay_silent) as site, site.caller() as caller:
+        await caller.send(post())
+        await site.eventually(lambda: len(site.backend.requests) == 1)
+        async with site.caller() as other:
+            assert (await other.answer()).status == 503
+            await site.eventually(lambda: len(site.listener.server_state.connections) == 1)
+
+
 async def test_a_connection_is_idle_when_the_rest_of_its_request_has_come(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1860,6 +1872,26 @@ async def test_nothing_ends_no_answer_and_what_is_relayed_comes_behind_its_head(
     async with answering(way, answer) as caller:
         got = await caller.ask(post())
         assert (got.body, got.is_whole) == (b"relayed, at once, and sent", True)
+
+
+async def test_who_leaves_while_its_answer_is_being_stored_leaves_no_task(way: str) -> None:
+    is_stored = anyio.Event()
+
+    async def answer(downstream: HttpDownstream) -> None:
+        await downstream.send_whole(200, [], b"stored")
+        await downstream.finish()
+        with anyio.CancelScope(shield=True):
+            await is_stored.wait()
+
+    async with answering(way, answer) as caller:
+        assert (await caller.ask(post())).body == b"stored"
+        assert len(tasks_at_work()) == 1
+        await caller.stream.send_eof()
+        assert await caller.is_closed()
+        is_stored.set()
+        with anyio.fail_after(10):
+            while tasks_at_work():
+                await anyio.lowlevel.checkpoint()
 
 
 class Recognized(Unchanged):
