@@ -46,7 +46,7 @@ from gateway.downstream.routes import Applications, operators_app
 from gateway.downstream.stored_responses import ResponseRetention
 from gateway.downstream.wire import WireRules
 from gateway.events import about
-from gateway.exiting import RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, TOLD_S
+from gateway.exiting import STOP_S, TOLD_S, signals_heard
 from gateway.live import Live
 from gateway.open_files import OpenFiles
 from gateway.pipeline import BackendWatch, JobQuestions, Peers, Pipeline
@@ -632,10 +632,7 @@ async def serve(
     Raises:
         ConfigError: it cannot be built from these settings, or an address cannot be bound.
     """
-    with (
-        anyio.open_signal_receiver(*STOP_SIGNALS) as signals,
-        anyio.open_signal_receiver(RELOAD_SIGNAL) as hints,
-    ):
+    with signals_heard() as (signals, hints):
         settings.require(environ)  # before a store is started, which may read for minutes what it keeps
         async with TasksBeside(ConfigError) as tasks:
             if settings.named.jobs_folder is None:

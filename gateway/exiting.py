@@ -3,7 +3,7 @@
 import faulthandler
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -38,6 +38,30 @@ def hear_early_signals() -> None:
 
 
 @contextmanager
+def signals_heard() -> Iterator[tuple[AsyncIterator[signal.Signals], AsyncIterator[signal.Signals]]]:
+    """Receive the signals to stop, and those to reload, during the block. Ignore both after it.
+
+    Nothing is left to stop then, and the exit status is known. By default, one that comes before the process
+    has exited, as from somebody who presses Ctrl-C again, would end it by that signal, or with a traceback.
+    """
+    import anyio  # not above: the program's first moments import this module
+
+    try:
+        with (
+            anyio.open_signal_receiver(*STOP_SIGNALS) as stops,
+            anyio.open_signal_receiver(RELOAD_SIGNAL) as hints,
+        ):
+            yield stops, hints
+    finally:
+        _ignore_signals()
+
+
+def _ignore_signals() -> None:
+    for late in (*STOP_SIGNALS, RELOAD_SIGNAL):
+        signal.signal(late, signal.SIG_IGN)
+
+
+@contextmanager
 def bounded_exit() -> Iterator[None]:
     """Make sure that the process exits soon after the block, however the block ends.
 
@@ -50,8 +74,7 @@ def bounded_exit() -> Iterator[None]:
     try:
         yield
     finally:
-        for late in (*STOP_SIGNALS, RELOAD_SIGNAL):
-            signal.signal(late, signal.SIG_IGN)
+        _ignore_signals()
         try:
             faulthandler.dump_traceback_later(EXIT_S, exit=True)
         except (RuntimeError, OSError):  # no thread is left for it, or no standard error

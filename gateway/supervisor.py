@@ -28,7 +28,7 @@ from gateway.clock import SystemClock
 from gateway.core.errors import ConfigError, StartupBlocked
 from gateway.core.value import valueclass
 from gateway.events import about
-from gateway.exiting import FAILURE, RELOAD_SIGNAL, STOP_S, STOP_SIGNALS, TOLD_S
+from gateway.exiting import FAILURE, STOP_S, TOLD_S, signals_heard
 from gateway.reload import LOOK_S, in_thread
 from gateway.settings import Settings, beside, load
 from gateway.settings.files import read
@@ -150,8 +150,7 @@ async def serve(
         if settings.named.jobs_folder is not None:
             require_free(own.admin)  # before a folder is made, or read for minutes
     with (
-        anyio.open_signal_receiver(*STOP_SIGNALS) as signals,
-        anyio.open_signal_receiver(RELOAD_SIGNAL) as hints,
+        signals_heard() as (signals, hints),
         bind(*settings.listen) as listen,  # from here on, connections wait for any live worker
     ):
         order = Order(

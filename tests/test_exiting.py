@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.processes import lonely_config
 
 HANGING = """
 import sys, threading
@@ -58,3 +59,39 @@ def test_a_signal_is_heard_while_the_program_is_being_loaded(
     arguments = [command, "--config", missing, str(int(number))]
     done = subprocess.run([sys.executable, "-c", LOADING, *arguments], capture_output=True, timeout=60)
     assert done.returncode == status
+
+
+ENDED = """
+import os, sys
+import anyio
+from gateway import __main__
+
+run = anyio.run
+
+def signalled(*arguments, **options):
+    try:
+        return run(*arguments, **options)
+    finally:  # the program is about to exit
+        os.kill(os.getpid(), signal_number)
+
+signal_number = int(sys.argv.pop())
+anyio.run = signalled
+__main__.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT], ids=str)
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_signal_that_comes_once_all_is_stopped_changes_nothing(
+    workers: str, number: int, tmp_path: Path
+) -> None:
+    arguments = ["serve", str(lonely_config(tmp_path)), "--workers", workers, str(int(number))]
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDED, *arguments], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        before = next(line for line in process.stderr if " serves http" in line)
+        process.send_signal(signal.SIGTERM)
+        said = before + process.stderr.read()
+    assert process.returncode == 0, said
+    assert "Traceback" not in said

@@ -21,6 +21,7 @@ from support.processes import until
 
 from gateway import settings, supervisor
 from gateway.core.errors import ConfigError, StartupBlocked
+from gateway.exiting import RELOAD_SIGNAL, STOP_SIGNALS
 from gateway.sockets import bind
 from gateway.store import keeper
 from gateway.store.keeper import GOOD_SPELL_S, PAUSE_MAX_S, PAUSE_S, next_pause_s
@@ -43,6 +44,15 @@ anyio_backend = on_uvloop
 )
 def test_pauses(before_s: float, lived_s: float, expected_s: float) -> None:
     assert next_pause_s(before_s, lived_s) == expected_s
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """Handle signals as before after `serve`, which leaves them ignored: its process is to exit."""
+    handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, RELOAD_SIGNAL)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 class Ends(logging.Handler):
