@@ -206,7 +206,7 @@ class WorkerGroup:
         self._starting = 0
         self.ended_well = True
         self.command = interpreters.command("gateway.worker")
-        self._environ = {"PYTHONHASHSEED": str(secrets.randbelow(HASH_SEEDS)), **os.environ}
+        self._environ = {**os.environ, "PYTHONHASHSEED": _hash_seed(os.environ)}
         self._ready = ready
         self._is_ready = False
         self._processes: dict[int, Process] = {}
@@ -428,6 +428,12 @@ async def _follow(settings: Settings, environ: Mapping[str, str], group: WorkerG
                 group.follow(await in_thread(_usable, settings, environ, source))
                 seen = source
             before = source
+
+
+def _hash_seed(environ: Mapping[str, str]) -> str:
+    """Return the environment's seed, or a new one if Python would take that for "another in each process"."""
+    given = environ.get("PYTHONHASHSEED", "")
+    return str(secrets.randbelow(HASH_SEEDS)) if given in ("", "random") else given
 
 
 def _end_s(settings: Settings) -> float:

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -376,6 +377,49 @@ async def test_what_is_told_of_is_where_the_workers_are_that_accept_connections(
             await is_told.wait()
             await group.stop()
     assert told == [("0", "1")]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(None, id="none"),
+        pytest.param("", id="empty"),
+        pytest.param("random", id="random"),  # as many images for containers have it
+        pytest.param("7", id="a-number"),
+    ],
+)
+async def test_workers_hash_alike_whatever_the_environment_says_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if given is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", given)
+    hashing = [sys.executable, "-c", 'print(hash("a"))']
+    seven = {**os.environ, "PYTHONHASHSEED": "7"}
+    with_seed_7 = (await anyio.run_process(hashing, env=seven)).stdout.decode().strip()
+    lines = (
+        "read order",
+        f"hash=$({shlex.join(hashing)})",
+        """echo "{\\"admin_url\\": \\"$hash\\"}\"""",
+        "head -c 1 >/dev/null",
+    )
+    monkeypatch.setattr(sys, "executable", script(tmp_path, *lines))
+    told: list[tuple[str, ...]] = []
+    with bind("127.0.0.1", 0) as listen, anyio.fail_after(20):
+        is_told = anyio.Event()
+
+        def ready(hashes: tuple[str, ...]) -> None:
+            told.append(hashes)
+            is_told.set()
+
+        group = WorkerGroup(600.0, ready)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.run, Order(0, 2, "gateway.yaml", "", "info", listen.fileno(), None))
+            await is_told.wait()
+            await group.stop()
+    [(one, other)] = told
+    assert one == other
+    assert (one == with_seed_7) is (given == "7")
 
 
 @pytest.mark.parametrize(("status", "kind"), [(1, StartupBlocked), (2, ConfigError)])
