@@ -4,7 +4,7 @@ import faulthandler
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RELOAD_SIGNAL = signal.SIGHUP
@@ -23,6 +23,11 @@ callers against the end of the process."""
 EXIT_S = 10.0
 """How long the interpreter may take to exit once nothing is left to do. A choice: Python waits for threads
 that may never end."""
+
+
+DUMP_S = 5.0
+"""How long it may then take to write where its threads are. A choice: its standard error may be full, and be
+read by nobody."""
 
 
 def hear_early_signals() -> None:
@@ -67,7 +72,8 @@ def bounded_exit() -> Iterator[None]:
 
     Python waits for every thread before it exits. A thread that never ends, because it died half way for lack
     of memory or waits for a disk, would keep a process that no longer serves from being restarted. After
-    `EXIT_S` such a process writes where its threads are, and exits with status 1.
+    `EXIT_S` such a process writes where its threads are, and exits with status 1; `DUMP_S` later, if it could
+    not be written, SIGALRM ends it.
 
     A signal to stop that arrives after the block no longer changes the exit status.
     """
@@ -75,8 +81,7 @@ def bounded_exit() -> Iterator[None]:
         yield
     finally:
         _ignore_signals()
-        try:
+        with suppress(RuntimeError, OSError):  # no thread is left for it, or no standard error
             faulthandler.dump_traceback_later(EXIT_S, exit=True)
-        except (RuntimeError, OSError):  # no thread is left for it, or no standard error
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, EXIT_S)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, EXIT_S + DUMP_S)
