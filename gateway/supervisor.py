@@ -449,11 +449,14 @@ async def _newest(settings: Settings, environ: Mapping[str, str]) -> Settings | 
 
 
 def _usable(settings: Settings, environ: Mapping[str, str], source: bytes) -> Settings | None:
-    """Return the configuration in `source` if workers started with `settings` can use it, or else None."""
+    """Return the configuration in `source` if workers started with `settings` can use it, or else None.
+
+    A fault of the gateway's own means that they cannot: it must not end all of them.
+    """
     try:
         new = load(settings.path, environ, source=source)
         beside(settings, settings, new).require(environ)
-    except ConfigError:
+    except Exception:  # noqa: BLE001 - the workers log it
         return None
     return new
 

@@ -572,6 +572,41 @@ async def test_a_stop_is_not_held_up_by_a_file_that_takes_long_to_examine(
     assert not slow.in_vain
 
 
+class Faulty(dict[str, str]):
+    """An environment with a fault, which stops this process when it is first met."""
+
+    def __init__(self) -> None:
+        super().__init__(DRAIN="60")
+        self.times_met = 0
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a variable; see `os.environ`."""
+        self.times_met += 1
+        if self.times_met == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise TypeError("a fault")
+
+
+@pytest.mark.parametrize("watch", ["true", "false"])
+async def test_a_fault_of_the_gateway_s_own_in_a_new_file_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watch: str
+) -> None:
+    monkeypatch.setattr(supervisor, "LOOK_S", 0.01)
+    lines = "read order", "echo '{}'", """until [ "$(head -c 1)" = ! ]; do :; done"""
+    monkeypatch.setattr(sys, "executable", script(tmp_path, *lines))
+    path = configured(tmp_path, "store: redis://127.0.0.1:9", f"reload: {{watch: {watch}}}")
+    faulty = Faulty()
+
+    def ready(serving: supervisor.Serving) -> None:
+        path.write_text(path.read_text() + '\nshutdown: {drain_s: "${DRAIN}"}')
+        if watch == "false":
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    with anyio.fail_after(20):
+        assert await supervisor.serve(settings.load(path, {}), faulty, 1, "info", ready=ready) == 0
+    assert faulty.times_met
+
+
 def test_how_long_workers_may_drain_can_change(tmp_path: Path) -> None:
     path = configured(tmp_path, "shutdown: {drain_s: 7, notice_s: 1}")
     group = WorkerGroup(6.0, lambda urls: None)
