@@ -443,11 +443,17 @@ async def test_a_second_signal_ends_every_worker_at_once(gateway: Gateway) -> No
 
 
 @pytest.mark.parametrize("gateway", [REAL], indirect=True)
-async def test_workers_drain_when_their_parent_is_killed_and_nothing_is_left(gateway: Gateway) -> None:
+@pytest.mark.parametrize("is_told", [False, True], ids=["in-service", "while-it-drains"])
+async def test_workers_drain_when_their_parent_is_killed_and_nothing_is_left(
+    gateway: Gateway, is_told: bool
+) -> None:
     everything = descendants(gateway.process.process.pid)
     assert len(everything) == WORKERS + 2  # the store, and what watches it
     async with gateway.client_of(0) as client:
         chunks = await stream(client, LASTING)
+        if is_told:
+            gateway.process.process.send_signal(signal.SIGTERM)
+            await gateway.process.wait_for(r'"worker": 0, "event": "draining", "in_flight": 1')
         gateway.process.process.kill()
         await gateway.process.process.wait()
         assert await finish(chunks) == "length"
