@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -327,6 +328,37 @@ async def test_a_stop_reaches_a_worker_at_any_moment_of_its_start(
                     await anyio.lowlevel.checkpoint()
                 await group.stop()
             assert group.ended_well
+
+
+@pytest.mark.parametrize(
+    ("heard", "notice_s"),
+    [
+        pytest.param(b"!!", 300, id="twice-at-once"),
+        pytest.param(b"!", 0, id="once"),
+        pytest.param(b"", 0, id="its-parent-has-ended"),
+    ],
+)
+def test_a_worker_hears_what_comes_with_its_order(tmp_path: Path, heard: bytes, notice_s: int) -> None:
+    path = configured(tmp_path, "admin: off", f"shutdown: {{notice_s: {notice_s}}}")
+    with bind("127.0.0.1", 0) as listen:
+        order = Order(0, 1, str(path), path.read_text(), "info", listen.fileno(), None)
+        done = subprocess.run(
+            [sys.executable, "-m", "gateway.worker", "0"],
+            input=json.dumps(asdict(order)).encode() + b"\n" + heard,
+            capture_output=True,
+            pass_fds=[order.listen_fd],
+            timeout=60,
+        )
+    report, _, beats = done.stdout.partition(b"\n")
+    assert json.loads(report) == {"admin_url": None, "error": None}
+    assert set(beats) <= set(b".")
+    assert (done.returncode, b'"stopped"' in done.stderr) == (0, True)
+
+
+def test_a_worker_whose_parent_ends_before_it_has_an_order_ends() -> None:
+    command = [sys.executable, "-m", "gateway.worker", "0"]
+    done = subprocess.run(command, input=b"{", capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
 async def test_a_stop_is_not_held_up_by_the_pause_before_a_worker_is_started_again(
