@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import os
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -130,6 +131,37 @@ def test_without_a_reader_lines_are_dropped(way: Way) -> None:
     before = way.output.dropped
     way.output.write(["more\n"])
     assert way.output.dropped == before + 1
+
+
+def test_for_a_new_reader_as_much_is_held_back_as_for_the_one_before(tmp_path: Path) -> None:
+    fifo, lines = tmp_path / "log", numbered(HELD_BYTES_MAX // len(LINE))
+    os.mkfifo(fifo)
+    first = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    with fifo.open("w") as stream:
+        output = outlet_of(stream)
+        output.write(lines)
+        os.close(first)
+        output.write(["which finds that out\n"])
+        before = output.dropped
+        assert before > 0
+        second = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+        output.write(lines)
+        assert output.is_behind
+        assert output.dropped == before
+        os.close(second)
+        output.close()
+
+
+@pytest.mark.parametrize("make", [pipe, pipe_of_another_user])
+def test_no_line_is_cut_where_others_write_into_the_same_pipe(make: Callable[[], Way]) -> None:
+    way = make()
+    os.write(way.write_end, b"another process's\n".rjust(select.PIPE_BUF))
+    way.output.write(numbered(900))
+    assert way.output.is_behind
+    assert way.read().endswith(b"\n")
+    way.stop_reading()
+    way.output.close()
+    way.stream.close()
 
 
 def test_at_the_end_what_is_held_back_is_written_if_it_is_read(way: Way) -> None:
