@@ -310,7 +310,8 @@ class Pipeline:
             decision = context.decision
             assert decision is not None
             # The ranking is fresh for the first attempt only; later the state of the backends has changed.
-            ranking = None if context.attempts or has_waited else decision.candidates
+            # Those that are for other models since have failed without an attempt, and may still be in it.
+            ranking = None if context.attempts or has_waited or ticket.failed else decision.candidates
             if ranking is None or ranking.first is None:
                 self._check_fit(decision, ticket)
             entered_at = self._clock.now()

@@ -2113,23 +2113,33 @@ async def test_where_a_request_goes_is_decided_under_the_policy_that_came_meanwh
     assert (caller.headers["x-gateway-class"], caller.headers["x-gateway-backend"]) == ("chat", "new")
 
 
-async def test_whose_backend_has_got_another_model_since_it_got_the_slot_goes_to_the_next() -> None:
+@pytest.mark.parametrize("is_known", [True, False], ids=["its-model-is-known", "its-model-is-gone"])
+async def test_whose_backend_has_got_another_model_since_it_got_the_slot_goes_to_the_next(
+    is_known: bool,
+) -> None:
+    """Under a policy that would reject it, it keeps its own, whose ranking has that backend first."""
     other = replace(POLICY.backends["light-0"], url="http://elsewhere", model="other")
     newer = replace(
         POLICY,
+        models=POLICY.models if is_known else (),
         pools={**POLICY.pools, "light": Pool("light", ("light-1",)), "others": Pool("others", ("light-0",))},
         backends={**POLICY.backends, "light-0": other},
     )
 
     class Reloading(MemoryLedger):
         def acquire_at_once(self, backend_id: str, claim: Load, limits: Load) -> Slot | None:
-            world.policy = newer
-            world.pipeline.policy_changed()
+            assert world.policy is POLICY or backend_id != "light-0", "it goes round in circles"
+            if world.policy is POLICY:
+                world.policy = newer
+                world.pipeline.policy_changed()
             return super().acquire_at_once(backend_id, claim, limits)
 
     world = World(Reloading())
     world.answers(light_1=GOOD)
-    caller = await world.run(world.request())
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.pipeline.room.run)
+        caller = await world.run(world.request())
+        tasks.cancel_scope.cancel()
 
     assert caller.headers["x-gateway-backend"] == "light-1"
     assert asked(world) == ["light-1"]
