@@ -139,14 +139,12 @@ class Attempt:
     def give_up(self, silence_s: float) -> None:
         """End the attempt because its backend is lost.
 
-        An answer that has begun ends if its backend is silent for another `silence_s`.
+        An answer that has begun ends if its backend is silent for another `silence_s`. One that waits for its
+        caller goes on.
         """
-        if not self._context.is_answered:
-            ends_at = -inf
-        elif self._is_stalled:
+        if self._is_stalled:
             return
-        else:
-            ends_at = self._now() + silence_s
+        ends_at = self._now() + silence_s if self._context.is_answered else -inf
         if ends_at < self._deadline.at:
             self._is_given_up = True
             self._deadline.move(ends_at)
@@ -441,8 +439,9 @@ class Attempt:
             await self._on_answer()
 
     async def _begin_stream(self) -> None:
-        """Start a streamed response."""
+        """Start a streamed response. It may wait until the caller has read a keep-alive comment."""
         await self._note_first_token()
+        self.stalled()
         await self._context.start(200, SSE_HEADERS)
 
     # -------------------------------------------------------------- failures

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import anyio
@@ -201,6 +202,40 @@ async def test_a_caller_that_does_not_read_comments_is_gone(
 
     assert world.upstream.closed == ["light-0"]
     assert world.notes.requests[0].ending is Ending.LEFT
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["up", "lost"])
+async def test_a_first_token_that_waits_for_the_caller_to_read_a_comment_is_not_late(
+    world: World, is_lost: bool
+) -> None:
+    gate, reads = anyio.Event(), anyio.Event()
+    world.policy = talking(0.0)
+    world.answers(light_0=Script([ROLE, gate, HELLO, STOP, DONE]))
+    caller = Caller()
+
+    async def slowly(_: bytes) -> None:
+        gate.set()
+        await reads.wait()
+
+    caller.before_send = slowly
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(), caller)
+        with anyio.fail_after(10):
+            while world.pipeline.awaited_since("light-0") is not None or not gate.is_set():
+                await anyio.lowlevel.checkpoint()
+        await anyio.wait_all_tasks_blocked()
+        (attempt,) = world.pipeline._running["light-0"]
+        limits = POLICY.pools["light"].timeouts
+        assert attempt._deadline.at > anyio.current_time() + limits.total_s
+        assert attempt._deadline.latest == inf
+        if is_lost:
+            world.pipeline.abort_attempts("light-0", 0.0)
+            await anyio.wait_all_tasks_blocked()
+        reads.set()
+
+    assert caller.body.endswith(DONE)
+    assert world.fleet.reports == [("light-0", Outcome.OK)]
+    assert [record.ending for record in world.notes.requests] == [Ending.COMPLETED]
 
 
 async def test_a_caller_that_leaves_while_it_gets_comments_frees_its_place(world: World) -> None:
