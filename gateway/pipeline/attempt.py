@@ -215,7 +215,11 @@ class Attempt:
         if not deadline.has_passed or self._is_relayed:
             return
         if self._is_stalled:
-            self._detail = f"the caller read nothing for {caller.CALLER_STALL_S:g} s"
+            self._detail = (
+                "the caller was not reading as this gateway shut down"
+                if self._is_cut
+                else f"the caller read nothing for {caller.CALLER_STALL_S:g} s"
+            )
             raise CallerStalled
         if self._is_cut:
             self._outcome = Outcome.CANCELLED
@@ -425,12 +429,12 @@ class Attempt:
     async def _send_assembled(self, reader: AssemblingReader) -> None:
         self._context.usage = reader.usage
         await self._send_whole(reader.whole())
-        self._is_relayed = True
         self._deadline.move(self._now() + END_OF_BODY_S)
 
     async def _send_whole(self, body: bytes) -> None:
         await self._note_first_token()
         await self._send(self._context.send_whole(_JSON, body))
+        self._is_relayed = True
 
     async def _note_first_token(self) -> None:
         """Record the time of the first token, once."""

@@ -26,6 +26,8 @@ from support.world import (
     Caller,
     Incoming,
     Script,
+    ScriptedResponse,
+    ScriptedUpstream,
     Step,
     World,
     event,
@@ -67,7 +69,7 @@ from gateway.core.refusals import REFUSED_S
 from gateway.core.request import Endpoint, Prompt, Request, Turn
 from gateway.core.usage import Ending, Usage
 from gateway.pipeline import CallerStalled, failures
-from gateway.ports import Arrival, Slot, StreamTransform, UpstreamResponse
+from gateway.ports import Arrival, Slot, StreamTransform, Target, UpstreamResponse
 from gateway.store.memory import MemoryLedger
 
 GOOD = Script([ROLE + HELLO, STOP, DONE])
@@ -1676,6 +1678,39 @@ async def test_a_stream_of_which_more_arrives_as_the_gateway_ends_is_cut_all_the
     assert b"shutting down" in caller.body
 
 
+@pytest.mark.parametrize("end", ["cut", "left"])
+async def test_a_whole_answer_that_was_sent_is_complete_whatever_ends_as_its_connection_is_closed(
+    world: World, end: str
+) -> None:
+    closing = anyio.Event()
+
+    class Closing(ScriptedUpstream):
+        @asynccontextmanager
+        async def open(self, target: Target, timeouts: Timeouts) -> AsyncIterator[ScriptedResponse]:
+            async with super().open(target, timeouts) as response:
+                yield response
+                closing.set()
+                await anyio.sleep_forever()
+
+    world.upstream = world.pipeline._upstream = Closing()
+    world.answers(light_0=Script([WHOLE]))
+    caller = Caller()
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(world.run, world.request(stream=False), caller)
+            await closing.wait()
+            if end == "cut":
+                world.pipeline.end()
+            else:
+                tasks.cancel_scope.cancel()
+
+    assert json.loads(caller.body)["model"] == "gemma-4"
+    assert world.fleet.reports == [("light-0", Outcome.OK)]
+    (record,) = world.notes.requests
+    assert (record.ending, record.usage) == (Ending.COMPLETED, Usage(101, 2))
+
+
 async def test_a_caller_that_does_not_read_is_not_told_that_the_gateway_stops(world: World) -> None:
     world.answers(light_0=Script([ROLE + HELLO, STOP + DONE]))
 
@@ -1691,6 +1726,7 @@ async def test_a_caller_that_does_not_read_is_not_told_that_the_gateway_stops(wo
 
     (record,) = world.notes.requests
     assert (record.ending, record.error_code) == (Ending.BROKEN, "stream_broken")
+    assert record.attempts[-1].detail == "the caller was not reading as this gateway shut down"
 
 
 # ---------------------------------------------------------------- the caller leaves
