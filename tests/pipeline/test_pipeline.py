@@ -1962,6 +1962,49 @@ async def test_a_full_fleet_is_429_when_its_patience_has_run_out(world: World) -
         await world.ledger.release(slot)
 
 
+@pytest.mark.parametrize("is_reloaded", [False, True], ids=["one-policy", "reloaded"])
+async def test_who_has_waited_before_it_failed_waits_no_longer_than_its_class_allows(
+    world: World, is_reloaded: bool
+) -> None:
+    """Another policy lets it wait for a turn more, but only until it gets a slot."""
+    (model,) = POLICY.models
+    classes = tuple(replace(one, waiting=Waiting(max_wait_s=30.0)) for one in model.classes)
+    world.policy = replace(POLICY, models=(replace(model, classes=classes),))
+    gate = anyio.Event()
+    world.answers(light_0=Script([gate, UpstreamFailed("x")]))
+    held = [slot for name in world.policy.backends for slot in await fill(world, name)]
+    told: list[GatewayError] = []
+
+    async def ask() -> None:
+        with pytest.raises(AtCapacity) as caught:
+            await world.run(world.request())
+        told.append(caught.value)
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await anyio.wait_all_tasks_blocked()
+            if is_reloaded:
+                world.policy = replace(world.policy)
+                world.pipeline.policy_changed()
+                await anyio.wait_all_tasks_blocked()
+            world.clock.time += 29.95
+            await world.ledger.release(held.pop(0))
+            await anyio.wait_all_tasks_blocked()
+            assert asked(world) == ["light-0"]
+            held += await fill(world, "light-0", 1)
+            gate.set()
+            await anyio.wait_all_tasks_blocked()
+            assert not told
+            world.clock.time += 0.5
+            world.pipeline.room.look()
+            await anyio.wait_all_tasks_blocked()
+            assert [error.code for error in told] == ["waited_too_long"]
+
+    for slot in held:
+        await world.ledger.release(slot)
+
+
 async def test_a_place_that_comes_free_is_taken_at_once(world: World) -> None:
     held = [slot for name in world.policy.backends for slot in await fill(world, name)]
     world.answers(light_1=GOOD)
