@@ -690,6 +690,40 @@ async def test_one_that_refuses_is_asked_last_if_no_other_takes_the_request(worl
     assert asked(world)[2:] == ["light-0", "light-1"]
 
 
+async def test_who_has_waited_for_the_others_does_not_wait_as_long_for_one_that_refuses(
+    world: World,
+) -> None:
+    world.policy = replace(patient(POLICY, 30.0), retry=RetryPolicy(attempts_max=2))
+    world.pipeline.policy_changed()
+    world.answers(light_0=Script([BUSY_ANSWER], status=503), light_1=GOOD, push=Script(status=500))
+    await world.run(world.request())
+    held = [slot for name in ("light-0", "light-1") for slot in await fill(world, name)]
+    told: list[GatewayError] = []
+
+    async def ask() -> None:
+        with pytest.raises(AtCapacity) as caught:
+            await world.run(world.request())
+        told.append(caught.value)
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await anyio.wait_all_tasks_blocked()
+            assert asked(world) == ["light-0", "light-1", "push"]
+            for passed_s, is_told in ((29.5, False), (1.0, False), (0.5, True)):
+                world.clock.time += passed_s
+                world.pipeline.room.look()
+                await anyio.wait_all_tasks_blocked()
+                assert bool(told) is is_told
+                waiters = world.pipeline.room.line.waiters(world.clock.now())
+                # Once it has waited as long as it may for light-1, it waits for light-0, too.
+                assert [one.tries for one in waiters] == ([] if is_told else [2 if passed_s > 1 else 1])
+            assert told[0].code == "waited_too_long"
+
+    for slot in held:
+        await world.ledger.release(slot)
+
+
 BUSY = Script([BUSY_ANSWER], status=503)
 
 
