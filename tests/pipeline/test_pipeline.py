@@ -2189,6 +2189,22 @@ async def test_a_request_keeps_the_policy_it_started_with(world: World) -> None:
     assert caller.headers["x-gateway-backend"] == "light-1"
 
 
+async def test_a_backend_that_has_failed_a_request_is_not_asked_again_under_another_policy(
+    world: World,
+) -> None:
+    gate = anyio.Event()
+    world.answers(light_0=Script([gate, UpstreamFailed("x")]), light_1=GOOD)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request())
+        await anyio.wait_all_tasks_blocked()
+        world.policy = replace(POLICY)
+        world.pipeline.policy_changed()
+        gate.set()
+
+    assert asked(world) == ["light-0", "light-1"]
+
+
 async def test_where_a_job_would_go_is_decided_under_the_policy_that_came_meanwhile(world: World) -> None:
     (model,) = POLICY.models
     newer = replace(POLICY, models=(replace(model, classes=(TrafficClass("chat", ("push",)),)),))
