@@ -183,7 +183,7 @@ class Attempt:
             if self._is_relayed:  # a caller may leave as soon as it has everything
                 outcome, detail = Outcome.OK, ""
             else:
-                detail = self._detail or "the caller left"
+                detail = self._detail or context.cancelled_detail
             raise
         finally:
             context.attempts.append(
@@ -218,7 +218,7 @@ class Attempt:
             self._detail = (
                 "the caller was not reading as this gateway shut down"
                 if self._is_cut
-                else f"the caller read nothing for {caller.CALLER_STALL_S:g} s"
+                else caller.stalled_detail()
             )
             raise CallerStalled
         if self._is_cut:

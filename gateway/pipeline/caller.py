@@ -46,6 +46,11 @@ class CallerStalled(Exception):
     """The caller has stopped reading the response."""
 
 
+def stalled_detail() -> str:
+    """Return what operators are told of an attempt whose caller has stopped reading."""
+    return f"the caller read nothing for {CALLER_STALL_S:g} s"
+
+
 @contextmanager
 def while_caller_reads() -> Iterator[None]:
     """Limit the time of a block that sends to the caller.

@@ -43,7 +43,14 @@ from gateway.core.selection import CACHED_MIN_TOKENS
 from gateway.core.usage import Ending
 from gateway.core.waiting import Ticket, WaitingLine, fastest_prefill_s, patient
 from gateway.pipeline.attempt import Attempt
-from gateway.pipeline.caller import SSE_HEADERS, CallerStalled, KeepAlive, patience_s, while_caller_reads
+from gateway.pipeline.caller import (
+    SSE_HEADERS,
+    CallerStalled,
+    KeepAlive,
+    patience_s,
+    stalled_detail,
+    while_caller_reads,
+)
 from gateway.pipeline.deadline import Deadlines
 from gateway.pipeline.failures import Failures
 from gateway.pipeline.first_tokens import FirstTokens
@@ -199,7 +206,7 @@ class Pipeline:
                 context.ending = Ending.COMPLETED
                 self._learn(context)
             return
-        context.ending = Ending.LEFT
+        context.ending, context.error_code = Ending.LEFT, ""  # an error event of a broken stream was not read
         if self._is_ending and not context.incoming.request.is_job:
             is_begun = bool(context.status)
             context.ending = Ending.BROKEN if is_begun else Ending.FAILED
@@ -283,7 +290,7 @@ class Pipeline:
             try:
                 await comments.run(max(0.0, since - self._clock.now()))
             except CallerStalled as error:
-                failure = error
+                failure, context.cancelled_detail = error, stalled_detail()
                 tasks.cancel_scope.cancel()
             except OSError:
                 pass  # the caller is gone; the downstream scope notices and cancels this request

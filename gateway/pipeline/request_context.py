@@ -38,6 +38,7 @@ class RequestContext:
         usage: Token usage as the backend reported it.
         keep_alive: Sends SSE comments while the request waits; None if it does not send any.
         is_answered: Whether the response has begun, after which no other backend can take over.
+        cancelled_detail: Why its attempt ends if it is cancelled, for operators.
         chunks: Number of reads relayed.
         status: Status of the response once it has begun; 0 before.
         ending: How it ended; FAILED until set, as after an internal error.
@@ -56,6 +57,7 @@ class RequestContext:
     usage: Usage | None = None
     keep_alive: KeepAlive | None = None
     is_answered = False
+    cancelled_detail = "the caller left"
     chunks = 0
     status = 0
     ending = Ending.FAILED

@@ -201,7 +201,9 @@ async def test_a_caller_that_does_not_read_comments_is_gone(
         await world.run(world.request(), Caller(stalls=True))
 
     assert world.upstream.closed == ["light-0"]
-    assert world.notes.requests[0].ending is Ending.LEFT
+    (record,) = world.notes.requests
+    assert record.ending is Ending.LEFT
+    assert record.attempts[-1].detail == "the caller read nothing for 0.05 s"
 
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["up", "lost"])

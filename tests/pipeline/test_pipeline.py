@@ -1697,6 +1697,20 @@ async def test_a_caller_that_leaves_at_the_error_of_a_broken_stream_did_not_brea
     assert (record.ending, record.error_code) == (Ending.BROKEN, "stream_broken")
 
 
+async def test_a_caller_that_is_gone_at_the_error_of_a_broken_stream_was_not_told_of_it(world: World) -> None:
+    class Gone(Caller):
+        async def fail(self, error: GatewayError, code: str) -> None:
+            raise OSError("the caller's socket is gone")
+
+    world.answers(light_0=Script([ROLE + HELLO, CRASH]))
+    with pytest.raises(OSError, match="gone"):
+        await world.run(world.request(), Gone())
+
+    (record,) = world.notes.requests
+    assert (record.ending, record.error_code) == (Ending.LEFT, "")
+    assert [one.outcome for one in record.attempts] == [Outcome.FAILED]
+
+
 async def test_a_stream_of_which_more_arrives_as_the_gateway_ends_is_cut_all_the_same(world: World) -> None:
     arrival = anyio.Event()
     world.answers(light_0=Script([ROLE + HELLO, arrival, HELLO, anyio.Event()]))
