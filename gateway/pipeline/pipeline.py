@@ -473,7 +473,6 @@ class Pipeline:
             anew,
             failed=ticket.failed,
             waited_s=ticket.waited_s,
-            deadline=ticket.deadline,
             is_demoted=ticket.is_demoted,
             refused=ticket.refused,
         )
