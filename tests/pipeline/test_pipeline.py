@@ -24,6 +24,7 @@ from support.world import (
     USAGE,
     WHOLE,
     Caller,
+    Estimates,
     Incoming,
     Script,
     ScriptedResponse,
@@ -66,7 +67,7 @@ from gateway.core.health import (
 from gateway.core.load import Demand, Load
 from gateway.core.policy import Bound, Comparison, Policy, RetryPolicy, TrafficClass, Waiting, When
 from gateway.core.refusals import REFUSED_S
-from gateway.core.request import Endpoint, Prompt, Request, Turn
+from gateway.core.request import Endpoint, Estimate, Prompt, Request, Turn
 from gateway.core.usage import Ending, Usage
 from gateway.pipeline import CallerStalled, failures
 from gateway.ports import Arrival, Slot, StreamTransform, Target, UpstreamResponse
@@ -1389,6 +1390,25 @@ async def test_a_caller_that_leaves_with_the_whole_answer_has_not_left(world: Wo
     assert world.fleet.reports == [("light-0", Outcome.OK)]
     (record,) = world.notes.requests
     assert (record.ending, record.usage) == (Ending.COMPLETED, Usage(101, 2))
+
+
+async def test_from_an_answer_whose_caller_leaves_at_its_end_is_learned_once(world: World) -> None:
+    scope = anyio.CancelScope()
+
+    class Observed(Estimates):
+        def observe(self, estimate: Estimate, actual_tokens: int) -> None:
+            super().observe(estimate, actual_tokens)
+            scope.cancel()
+
+    estimates = world.pipeline._estimator = Observed()
+    world.pipeline.cohort.size = 2  # so that requests wait for each other
+    world.answers(light_0=Script([ROLE + HELLO + STOP + USAGE + DONE]))
+    with scope:
+        await world.run(world.request())
+
+    assert scope.cancelled_caught
+    assert estimates.observed == [101]
+    assert [record.ending for record in world.notes.requests] == [Ending.COMPLETED]
 
 
 async def test_waiting_requests_leave_a_backend_that_is_lost(world: World) -> None:
