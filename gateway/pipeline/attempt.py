@@ -210,7 +210,7 @@ class Attempt:
             try:
                 await self._exchange(upstream)
             except UpstreamFailed:  # what breaks behind the whole answer does not spoil it
-                if not self._is_relayed:
+                if not self._is_relayed or self._is_stalled:  # its end may be too much to be kept
                     raise
         if not deadline.has_passed or self._is_relayed:
             return

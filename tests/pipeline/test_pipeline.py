@@ -1377,6 +1377,20 @@ async def test_what_breaks_behind_done_does_not_spoil_the_answer(world: World, s
     assert [record.ending for record in world.notes.requests] == [Ending.COMPLETED]
 
 
+async def test_an_answer_whose_last_read_is_too_much_to_be_kept_is_not_complete(world: World) -> None:
+    class Keeping(Caller):
+        async def send(self, data: bytes) -> None:
+            if data.endswith(STOP.replace(b"served", b"gemma-4") + DONE):
+                raise UpstreamFailed("The answer of the backend is too long.")
+            await super().send(data)
+
+    world.answers(light_0=Script([ROLE + HELLO, STOP + DONE]))
+    caller = await world.run(world.request(), Keeping())
+
+    assert b"too long" in caller.parts[-1]
+    assert [record.ending for record in world.notes.requests] == [Ending.BROKEN]
+
+
 async def test_a_caller_that_leaves_with_the_whole_answer_has_not_left(world: World) -> None:
     world.answers(light_0=Script([ROLE + HELLO + STOP + USAGE + DONE, anyio.Event()]))
     caller = Caller()
