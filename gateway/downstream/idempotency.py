@@ -25,7 +25,7 @@ from gateway.downstream.reading import BodyReaders, Read, Received, Work, arriva
 from gateway.downstream.relay import PIECE_BYTES, HeldAnswers, HttpDownstream
 from gateway.pipeline import LEFT_STATUS, CallerStalled
 from gateway.pipeline.caller import while_caller_reads
-from gateway.ports import Clock, Headers, IdempotencyStore, Recorder
+from gateway.ports import Arrival, Clock, Headers, IdempotencyStore, Recorder
 from gateway.tasks import TasksBeside
 
 RETRY_AFTER_S = 2
@@ -84,22 +84,24 @@ class IdempotentRequests:
         claim = IdempotencyClaim(received.key, arrival.route, key, found, arrival.id)
         before = await self.rules.store.begin(claim, self.rules.lease_s)
         if isinstance(before, bytes):
-            return partial(self._replay, received, StoredAnswer.decoded(before))
+            return partial(self._replay, arrival, received.key, StoredAnswer.decoded(before))
         if before is KeyState.REUSED:
             raise IdempotencyKeyReused()
         if before is not KeyState.BEGUN:
             message = "The first request with this Idempotency-Key has not ended. Retry to get its answer."
             raise IdempotencyInProgress(message, retry_after_s=RETRY_AFTER_S)
-        try:
-            work = await read(received)
-        except BaseException:
-            await HeldKey(self.rules, claim).end(None)
-            raise
-        return partial(self._run, work, claim)
-
-    async def _run(self, work: Work, claim: IdempotencyClaim, downstream: HttpDownstream) -> None:
-        """Run a request, record its answer, and store it if successful."""
         mark = HeldKey(self.rules, claim)
+        try:
+            async with TasksBeside(Exception) as tasks:
+                tasks.start_soon(mark.renew)  # what it refers to may have to be read from a slow store
+                work = await read(received)
+        except BaseException:
+            await mark.end(None)
+            raise
+        return partial(self._run, work, mark)
+
+    async def _run(self, work: Work, mark: "HeldKey", downstream: HttpDownstream) -> None:
+        """Run a request, record its answer, and store it if successful."""
         recording = Recording(downstream, mark, self)
         try:
             async with TasksBeside(GatewayError, CallerStalled, OSError) as tasks:
@@ -109,13 +111,15 @@ class IdempotentRequests:
             recording.forget()
             await mark.end(None)
 
-    async def _replay(self, received: Received, answer: StoredAnswer, downstream: HttpDownstream) -> None:
-        """Send a stored answer.
+    async def _replay(
+        self, arrival: Arrival, key: str | None, answer: StoredAnswer, downstream: HttpDownstream
+    ) -> None:
+        """Send a stored answer. The request, which may be long, is not held meanwhile.
 
         Raises:
             OutOfResources: too many are being sent already.
         """
-        arrival, ending, status, code = received.arrival, Ending.LEFT, LEFT_STATUS, ""
+        ending, status, code = Ending.LEFT, LEFT_STATUS, ""
         size = len(answer.body)
         try:
             if not self.replayed.has_room(size):
@@ -133,9 +137,7 @@ class IdempotentRequests:
             raise
         finally:
             status = answer.status if downstream.is_started else status
-            self._recorder.finished(
-                arrival_record(arrival, received.key, ending, status, code, self._clock.now())
-            )
+            self._recorder.finished(arrival_record(arrival, key, ending, status, code, self._clock.now()))
 
 
 class HeldKey:

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import anyio
 import pytest
@@ -32,6 +33,10 @@ ROUTE = "/v1/chat/completions"
 BODY = b'{"model":"gemma-4"}'
 DONE = b"data: [DONE]\n\n"
 SSE = [(b"content-type", b"text/event-stream")]
+
+
+class Headers(dict[str, str]):
+    """Headers of a request, to which there are weak references."""
 
 
 @dataclass
@@ -262,6 +267,21 @@ async def test_what_runs_for_longer_than_its_lease_keeps_its_key() -> None:
     assert isinstance(await desk.standing(), bytes)
 
 
+async def test_what_is_read_for_longer_than_its_lease_keeps_its_key() -> None:
+    """What a response refers to may be in a store that is slow."""
+    desk = Desk(lease_s=0.3)
+    received = Received(Arrival("r", 0.0, 0.0, route=ROUTE), BODY, "team", {"idempotency-key": "k-1"}, ())
+
+    async def read(_: Received) -> Work:
+        await desk.lease_passes(3)
+        assert await desk.standing() is KeyState.RUNNING
+        return stream
+
+    await desk.idempotency.read(received, read)
+
+    assert await desk.standing() is KeyState.RUNNING
+
+
 async def test_an_answer_outlives_the_lease_of_its_request() -> None:
     desk = Desk(lease_s=0.1)
 
@@ -372,6 +392,24 @@ async def test_answers_that_are_read_slowly_have_a_bound_together() -> None:
 
     assert desk.notes.requests[-1].ending is Ending.REPLAYED
     assert desk.idempotency.replayed.bytes == 0
+
+
+async def test_a_request_whose_answer_is_given_again_is_not_held_meanwhile() -> None:
+    desk = Desk()
+    await desk.ask(stream)
+    headers = Headers({"idempotency-key": "k-1"})
+    held = ref(headers)
+
+    async def read(_: Received) -> Work:
+        raise AssertionError
+
+    answer = await desk.idempotency.read(
+        Received(Arrival("r", 0.0, 0.0, route=ROUTE), BODY, "team", headers, ()), read
+    )
+    del headers
+
+    assert held() is None
+    del answer
 
 
 async def test_an_answer_is_given_again_byte_for_byte_however_long(monkeypatch: pytest.MonkeyPatch) -> None:

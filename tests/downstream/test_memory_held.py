@@ -95,6 +95,7 @@ CASES = {
     "left-before-the-answer": Case(post(chat(**LONG)), be_silent, None, reads=False),
     "left-in-the-answer": Case(post(chat(stream=True, **LONG)), begin, None),
     "idempotent-and-failed": Case(post(chat(**LONG), "Idempotency-Key: {}"), fail, 502),
+    "idempotent-and-not-json": Case(post(chat(**LONG)[:-1], "Idempotency-Key: {}"), status=400),
     "response": Case(RESPONSE, answer),
     "response-failed": Case(RESPONSE, fail, 502),
 }
