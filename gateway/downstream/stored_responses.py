@@ -60,12 +60,14 @@ def _is_half_a_call(item: Item) -> bool:
 class Found:
     """The stored context of a request: its conversation, items by id, and what both were decoded from.
 
-    `records` has an item as often as the request refers to it, since each reference becomes a copy.
+    `records` has an item as often as the request refers to it, since each reference becomes a copy;
+    `size_bytes` is their total size.
     """
 
     context: Sequence[Item] = ()
     stored: dict[str, Item] = field(default_factory=dict)
     records: list[bytes] = field(default_factory=list)
+    size_bytes: int = 0
 
 
 class StoredResponses:
@@ -139,7 +141,8 @@ class StoredResponses:
 
     def _add(self, found: Found, records: Sequence[bytes], received: Received) -> None:
         found.records += records
-        if len(received.body) + sum(map(len, found.records)) > self._bytes_max:
+        found.size_bytes += sum(map(len, records))
+        if len(received.body) + found.size_bytes > self._bytes_max:
             message = f"With the responses it refers to, it is larger than {self._bytes_max} bytes."
             raise BodyTooLarge(message)
 

@@ -249,8 +249,7 @@ def messages_of(items: Sequence[Item], instructions: str | None, *, own: int) ->
         chat.messages.append({"role": "system", "content": instructions})
     for index, item in enumerate(items, start=own - len(items)):
         chat.add(item, f"input.{index}.call_id" if index >= 0 else "previous_response_id")
-    chat.end()
-    return _one_system_message(chat.messages)
+    return _one_system_message(chat.end())
 
 
 class _Chat:
@@ -262,9 +261,11 @@ class _Chat:
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self._open: Message | None = None
+        self._joined: list[str] = []  # further words of the open message
         self._thought = ""
         self._tools: dict[str, str] = {}  # tool name by call id
         self._callers: dict[str, Message] = {}  # the message with the call, by call id
+        self._results: dict[int, list[Message]] = {}  # of a message's calls, by its identity
         self._images: list[Item] = []  # content parts from the most recent tool results
 
     def add(self, item: Item, where: str) -> None:
@@ -299,24 +300,26 @@ class _Chat:
         """
         if self._open is None or "tool_calls" not in self._open or not isinstance(words, str):
             return False
-        before = self._open["content"]
-        if before is not None and not isinstance(before, str):
+        if not isinstance(self._open["content"] or "", str):
             return False
-        self._open["content"] = (before or "") + words
+        self._joined.append(words)
         return True
 
-    def end(self) -> None:
-        """End the conversation."""
+    def end(self) -> list[Message]:
+        """End the conversation. Return its messages, with the results of calls directly behind them."""
         self.close()
         self._show_images()
+        return [message for said in self.messages for message in (said, *self._results.get(id(said), ()))]
 
     def close(self) -> None:
         """Close the assistant's message. Its reasoning is kept only if it calls tools, as in the template."""
         if self._open is not None:
+            if self._joined:
+                self._open["content"] = "".join([self._open["content"] or "", *self._joined])
             if self._thought and "tool_calls" in self._open:
                 self._open["reasoning"] = self._thought
             self.messages.append(self._open)
-        self._open, self._thought = None, ""
+        self._open, self._joined, self._thought = None, [], ""
 
     def _call(self, item: Item) -> None:
         if self._open is None:
@@ -337,15 +340,7 @@ class _Chat:
         if not isinstance(output, str):
             output = "\n".join(self._shown(part, name) for part in output)
         result = {"role": "tool", "tool_call_id": item["call_id"], "name": name, "content": output}
-        self.messages.insert(self._behind_the_call(item["call_id"]), result)
-
-    def _behind_the_call(self, call_id: str) -> int:
-        """Return where the result of a call belongs: behind its message and that one's other results."""
-        caller = self._callers[call_id]
-        place = next(at for at in range(len(self.messages) - 1, -1, -1) if self.messages[at] is caller) + 1
-        while place < len(self.messages) and self.messages[place]["role"] == "tool":
-            place += 1
-        return place
+        self._results.setdefault(id(self._callers[item["call_id"]]), []).append(result)
 
     def _shown(self, part: Item, name: str) -> str:
         """Return the text for a part of a tool result: the text itself, or a reference to an image."""

@@ -1,5 +1,6 @@
 """Items in, messages out: what Gemma's chat template takes."""
 
+import time
 from typing import Any
 
 import pytest
@@ -320,6 +321,29 @@ def test_a_result_stands_directly_behind_its_call() -> None:
     messages = chat(items)
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool", "user"]
     assert [message["content"] for message in messages[2:4]] == ["7", "8"]
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [call(), *[said("One moment. " * 200)] * 1_000],
+        [
+            *[call(call_id=f"c{n}") for n in range(4_000)],
+            *[{**RESULT, "call_id": f"c{n}"} for n in range(4_000)],
+        ],
+    ],
+    ids=["words", "results"],
+)
+def test_a_turn_with_calls_is_no_more_work_than_any_others_however_long(items: list[dict[str, Any]]) -> None:
+    """Compared in time of the CPU: each further item must not cost as much as all before it."""
+
+    def work_s(items: list[dict[str, Any]]) -> float:
+        read = read_input(items, TOKEN, {})
+        begun = time.thread_time()
+        messages_of(read, None, own=len(read))
+        return time.thread_time() - begun
+
+    assert work_s(items) < 20 * work_s([user("x")] * len(items))
 
 
 def test_ids_are_unique_in_a_conversation() -> None:
