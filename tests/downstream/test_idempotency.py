@@ -350,7 +350,7 @@ async def test_an_answer_beyond_the_limit_is_passed_on_and_not_kept() -> None:
 
     assert desk.sent[-2]["body"] == DONE
     assert await desk.standing() is KeyState.BEGUN
-    await desk.ask(lambda downstream: stream(downstream, [b"a", DONE]))
+    await desk.ask(lambda downstream: stream(downstream, [b"123456", DONE]))  # just as long
     assert isinstance(await desk.standing(), bytes)
 
 

@@ -142,12 +142,15 @@ class Draft:
         return events
 
     def complete(self, now: int) -> list[Event]:
-        """Return the last event of an answer that ended at `now` (epoch seconds)."""
+        """Return the last events of an answer that ended at `now` (epoch seconds)."""
+        events: list[Event] = []
+        if self.speaking is not None or any(call.status == "in_progress" for call in self.calls.values()):
+            self._close_all(events)  # it was said after the `finish_reason`
         reason = _INCOMPLETE.get(self.finish_reason or "")
         self.response["status"] = "completed" if reason is None else "incomplete"
         self.response["completed_at"] = now if reason is None else None
         self.response["incomplete_details"] = None if reason is None else {"reason": reason}
-        return self._end()
+        return [*events, *self._end()]
 
     def cancel(self) -> list[Event]:
         """Return the last event of a cancelled answer."""
@@ -333,7 +336,7 @@ class Draft:
 
 def _within(item: _Item) -> Mapping[str, Any]:
     """Return the members that identify the current part of an item."""
-    return {"item_id": item.id, "output_index": item.index, "content_index": max(0, len(item.parts) - 1)}
+    return {"item_id": item.id, "output_index": item.index, "content_index": len(item.parts) - 1}
 
 
 def _is_object(pieces: Sequence[str]) -> bool:

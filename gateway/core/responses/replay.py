@@ -107,7 +107,7 @@ class Replay:
                 events += self._draft.restart()
                 self._is_invalid = False
             events += self._said(chunk)
-        if job.status.is_final and self.chunks >= job.chunks and not self.is_over:
+        if job.status.is_final and self.chunks >= job.chunks:
             events += self._end(job)
         return events
 

@@ -187,6 +187,14 @@ def test_a_delta_leaves_when_it_comes() -> None:
     assert stream.feed(chunk({"content": "lo"}), NOW)[-1]["delta"] == "lo"
 
 
+def test_what_was_used_is_known_even_if_more_is_said_behind_it() -> None:
+    behind = run(chunk({"content": "Hi"}), usage(), chunk(finish="stop"), DONE)
+    last = run(chunk({"content": "Hi"}), chunk(finish="stop"), usage(), DONE)
+
+    assert behind[-1]["response"]["usage"]["output_tokens"] == USAGE["completion_tokens"]
+    assert behind == last
+
+
 def test_a_completed_response_says_what_was_used() -> None:
     response = run(*SCRIPTS["thought"])[-1]["response"]
 
@@ -400,6 +408,18 @@ def test_an_answer_that_says_twice_that_it_ends_ends_once() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "more", [{"content": "lo"}, tool(0, name="f", arguments="{}")], ids=["words", "call"]
+)
+def test_what_is_said_behind_the_end_of_an_answer_is_ended_too(more: dict[str, Any]) -> None:
+    events = run(ROLE, chunk({"content": "Hel"}, "stop"), chunk(more), DONE)
+
+    assert names(events)[-2:] == ["output_item.done", "completed"]
+    output = events[-1]["response"]["output"]
+    assert [item["status"] for item in output] == ["completed"] * 2
+    assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == output
+
+
 def test_of_a_cancelled_answer_only_what_was_not_whole_is_incomplete() -> None:
     stream = opened()
     stream.feed(chunk({"reasoning": "Hm"}) + chunk({"content": "Hel"}), NOW)
@@ -468,6 +488,15 @@ def test_a_call_keeps_its_first_id_and_other_choices_say_nothing() -> None:
     done = run(ROLE, chunk(tool(0, name="f")), chunk(later), other, chunk(finish="tool_calls"), DONE)[-1]
     (call,) = done["response"]["output"]
     assert (call["call_id"], call["arguments"]) == ("call-0", "{}")
+
+
+def test_a_call_keeps_the_name_that_was_shown() -> None:
+    events = run(
+        chunk(tool(0, name="f")), chunk(tool(0, name="g", arguments="{}")), chunk(finish="stop"), DONE
+    )
+
+    named = [event["item"]["name"] for event in events if "item" in event]
+    assert [*named, events[-1]["response"]["output"][0]["name"]] == ["f"] * 3
 
 
 def test_a_call_names_its_namespace() -> None:
