@@ -32,7 +32,12 @@ from gateway.downstream.reading import BodyReaders, Received, Work
 from gateway.downstream.relay import HttpDownstream, send_json
 from gateway.downstream.response_answers import Answer, frames_of
 from gateway.downstream.response_requests import ResponseRequest, members_in, request_of, wants_background
-from gateway.downstream.stored_responses import ResponseRetention, StoredResponse, StoredResponses
+from gateway.downstream.stored_responses import (
+    ResponseRetention,
+    StoredResponses,
+    conversation_in,
+    response_in,
+)
 from gateway.pipeline import Pipeline
 from gateway.pipeline.caller import KEEP_ALIVE, SSE_HEADERS, while_caller_reads
 from gateway.ports import Clock, Incoming
@@ -188,16 +193,15 @@ class Responses:
             if _wants_stream(request.query_params):
                 message = "Only background responses can be streamed again."
                 raise InvalidRequest(message, code="unsupported_parameter", param="stream")
-            response = msgspec.json.decode(record, type=StoredResponse).response
-            return Response(bytes(response), media_type=MediaType.JSON)
+            response = await self._readers.run(partial(response_in, record), record)
+            return Response(response, media_type=MediaType.JSON)
 
         @get(PATH + "/{response_id:str}/input_items")
-        async def input_items(
-            request: Request[Any, Any, Any], response_id: FromPath[str]
-        ) -> Mapping[str, Any]:
+        async def input_items(request: Request[Any, Any, Any], response_id: FromPath[str]) -> Response[bytes]:
             key = self._keys.name_of(request.headers)
-            kept = await self._stored.opened(await self._stored.record(key, response_id))
-            return _page([*kept.context, *kept.input], request.query_params)
+            record = await self._stored.record(key, response_id)
+            page = await self._readers.run(partial(_page_in, record, request.query_params), record)
+            return Response(page, media_type=MediaType.JSON)
 
         @delete(PATH + "/{response_id:str}", status_code=200)
         async def forget(request: Request[Any, Any, Any], response_id: FromPath[str]) -> dict[str, Any]:
@@ -249,6 +253,11 @@ class Responses:
 
 def _wants_stream(query: Mapping[str, Any]) -> bool:
     return query.get("stream", "false").lower() not in ("false", "0", "")
+
+
+def _page_in(record: bytes, query: Mapping[str, Any]) -> bytes:
+    kept = conversation_in(record)
+    return msgspec.json.encode(_page([*kept.context, *kept.input], query))
 
 
 def _page(items: Sequence[Item], query: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -107,10 +107,6 @@ class StoredResponses:
             raise gone(id, param)
         return record
 
-    async def opened(self, record: bytes) -> StoredConversation:
-        """Decode a stored response and its conversation."""
-        return await self._readers.run(partial(_conversation_in, record), record)
-
     async def look_up(self, received: Received, wanted: Needs) -> Found:
         """Return the conversation that a request continues, and the stored items it refers to.
 
@@ -123,7 +119,7 @@ class StoredResponses:
         if wanted.previous is not None:
             record = await self.record(key, wanted.previous, "previous_response_id")
             self._add(found, [record], received)
-            found.context = (await self.opened(record)).items()
+            found.context = (await self._readers.run(partial(conversation_in, record), record)).items()
         uses = Counter(wanted.items)
         homes = {home for item in uses if (home := home_of(item)) is not None}
         if len(homes) > REFERENCES_MAX:
@@ -147,11 +143,17 @@ class StoredResponses:
             raise BodyTooLarge(message)
 
 
-def _conversation_in(record: bytes) -> StoredConversation:
+def response_in(record: bytes) -> bytes:
+    """Return a stored response as JSON."""
+    return bytes(msgspec.json.decode(record, type=StoredResponse).response)
+
+
+def conversation_in(record: bytes) -> StoredConversation:
+    """Decode a stored response and its conversation."""
     return msgspec.json.decode(record, type=StoredConversation)
 
 
 def _named(record: bytes, ids: Container[str]) -> list[tuple[Item, bytes]]:
     """Return the items with these ids in a record, each with its JSON."""
-    items = {item["id"]: item for item in _conversation_in(record).items() if item["id"] in ids}
+    items = {item["id"]: item for item in conversation_in(record).items() if item["id"] in ids}
     return [(item, msgspec.json.encode(item)) for item in items.values()]

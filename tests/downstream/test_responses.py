@@ -1,17 +1,24 @@
 """What a kept response hands on to the one that goes on from it, and what the stream of one holds."""
 
+import threading
 from typing import Any
 
 import anyio
 import msgspec
 import pytest
 from anyio.abc import SocketStream
+from litestar import Litestar
 from support.front import front, post
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, answer_of, chunk
 from support.world import HELLO, ROLE, STOP, USAGE
 
+from gateway.clock import SystemClock
 from gateway.core.sse import CALLS_MAX
-from gateway.downstream.stored_responses import StoredConversation
+from gateway.downstream.keys import KeyRing
+from gateway.downstream.reading import READERS, BodyReaders
+from gateway.downstream.responses import Responses
+from gateway.downstream.stored_responses import ResponseRetention, StoredConversation
+from gateway.store.memory import MemoryResponseStore
 
 
 def test_a_conversation_goes_on_with_all_but_calls_that_broke_off() -> None:
@@ -25,6 +32,53 @@ def test_a_conversation_goes_on_with_all_but_calls_that_broke_off() -> None:
     )
 
     assert [item["id"] for item in kept.items()] == ["a", "b", "completed", "cut"]
+
+
+@pytest.mark.parametrize("path", ["resp_1", "resp_1/input_items"])
+async def test_a_long_response_is_read_in_its_turn_beside_the_event_loop(path: str) -> None:
+    items = [{"id": "msg_1", "type": "message", "content": "All that was said. " * 100_000}]
+    response = {"id": "resp_1", "output": items}
+    record = msgspec.json.encode({"response": response, "context": [], "input": items})
+    retention = ResponseRetention(MemoryResponseStore(SystemClock(), 2 * len(record)), 60.0)
+    await retention.store.put(None, "resp_1", record, 60.0)
+    readers, is_free, answers = BodyReaders(), threading.Event(), []
+    nothing: Any = None
+    responses = Responses(
+        pipeline=nothing,
+        keys=KeyRing({}),
+        rules=nothing,
+        readers=readers,
+        body_bytes_max=0,
+        retention=retention,
+        idempotency=nothing,
+        background=None,
+        clock=SystemClock(),
+    )
+
+    app = Litestar(responses.handlers(), logging_config=None)
+    scope: Any = {"type": "http", "method": "GET", "path": f"/v1/responses/{path}", "headers": []}
+    scope |= {"query_string": b"", "http_version": "1.1", "root_path": "", "scheme": "http", "state": {}}
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        if message.get("body"):
+            answers.append(msgspec.json.decode(message["body"]))
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(READERS):
+            tasks.start_soon(readers.run, is_free.wait, record)
+        await anyio.wait_all_tasks_blocked()
+        tasks.start_soon(app, scope, receive, send)
+        await anyio.wait_all_tasks_blocked()
+        try:
+            assert answers == []
+        finally:
+            is_free.set()
+
+    page = {"object": "list", "data": items, "first_id": "msg_1", "last_id": "msg_1", "has_more": False}
+    assert answers == [response if path == "resp_1" else page]
 
 
 async def test_a_comment_of_the_backend_is_passed_on_without_what_comes_with_it() -> None:
