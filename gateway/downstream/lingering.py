@@ -8,7 +8,7 @@ is closed at first, and the rest of the request is discarded until the caller cl
 import asyncio
 from collections.abc import Callable
 
-from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGIReceiveEvent, ASGISendCallable, Scope
+from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
@@ -56,13 +56,12 @@ def closing_unless_continued(cycle: RequestResponseCycle, app: ASGI3Application)
     9110, 10.1.1). Go before 1.22.5, and so Caddy, does not send it but continues with its next request, which
     would be taken for the body here (CVE-2024-24791).
     """
-    is_to_be_kept, cycle.keep_alive = cycle.keep_alive, False
 
-    async def answer(scope: Scope, _: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        async def receive() -> ASGIReceiveEvent:
+    async def answer(scope: Scope, receive: ASGIReceiveCallable, _: ASGISendCallable) -> None:
+        async def send(message: ASGISendEvent) -> None:
             if cycle.waiting_for_100_continue:
-                cycle.keep_alive = is_to_be_kept
-            return await cycle.receive()
+                cycle.keep_alive = False
+            await cycle.send(message)
 
         await app(scope, receive, send)
 

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import anyio
 import pytest
 from anyio.abc import SocketStream
-from litestar import Litestar, get
+from litestar import Litestar, Request, get, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.response import Stream
 
@@ -45,15 +46,21 @@ class Held:
 
 @asynccontextmanager
 async def listening(*routes: HTTPRouteHandler) -> AsyncIterator[int]:
-    app = Litestar([hello, *routes], openapi_config=None, logging_config=None)
     bound = bind("127.0.0.1", 0)
     port: int = bound.getsockname()[1]
+    async with serving(bound, *routes):
+        yield port
+
+
+@asynccontextmanager
+async def serving(bound: socket.socket, *routes: HTTPRouteHandler) -> AsyncIterator[Listener]:
+    app = Litestar([hello, *routes], openapi_config=None, logging_config=None)
     server = Listener(app, bound)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(server.run_until_stopped)
         await server.wait_started()
         try:
-            yield port
+            yield server
         finally:
             server.cut()
             with anyio.CancelScope(shield=True):
@@ -186,6 +193,36 @@ async def test_a_connection_whose_body_came_after_its_answer_may_be_used_and_end
             await stream.send(b"0123456789")
         with anyio.fail_after(10):
             await everything(stream)
+
+
+async def test_a_server_that_ends_keeps_no_connection_that_is_told_to_go_on() -> None:
+    began, may_read = anyio.Event(), anyio.Event()
+
+    @post("/read", status_code=200)
+    async def read(request: Request[Any, Any, Any]) -> str:
+        began.set()
+        await may_read.wait()
+        return (await request.body()).decode()
+
+    bound = bind("127.0.0.1", 0)
+    address = bound.getsockname()
+    async with serving(bound, read) as server, await anyio.connect_tcp(*address) as stream:
+        with anyio.fail_after(10):
+            await stream.send(
+                REFUSED.replace(b"/", b"/read", 1).replace(b"host", b"expect: 100-continue\r\nhost")
+            )
+            await began.wait()
+            server.should_exit = True
+            while server.servers and server.servers[0].is_serving():
+                await anyio.lowlevel.checkpoint()
+            may_read.set()
+            assert await stream.receive() == b"HTTP/1.1 100 Continue\r\n\r\n"
+            await stream.send(b"0123456789")
+            received = await everything(stream)
+        assert b"\r\nconnection: close\r\n" in received
+        assert received.endswith(b"0123456789")
+        with anyio.fail_after(10):
+            await server.wait_ended()
 
 
 async def test_a_body_that_proves_invalid_behind_its_answer_has_no_second_one() -> None:
