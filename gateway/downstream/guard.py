@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from gateway.core.errors import GatewayError, InvalidRequest, OutOfResources, RequestTimeout
 from gateway.downstream.errors import envelope, fault, headers_of
 from gateway.downstream.hosts import has_one_host, refuse_host
-from gateway.downstream.http10 import as_http_1_0
+from gateway.downstream.http10 import as_http_1_0, reset_at_close
 from gateway.downstream.idle import IdleConnections
 from gateway.downstream.lingering import ClosingTransport, Lingering, closing_unless_continued
 from gateway.events import about
@@ -288,6 +288,12 @@ class GuardedProtocol(HttpToolsProtocol):
         if is_ending and self._stall_timer is None:
             self._stall_timer = self.loop.call_later(LINGER_S, self._stalled)
 
+    def drop(self) -> None:
+        """Close the connection now. A caller that has not got everything sees a reset instead of an end."""
+        if self.transport.get_write_buffer_size():
+            reset_at_close(self.transport, True)  # the end of an answer to HTTP/1.0 would seem to be there
+        self.transport.abort()
+
     def has_long_head(self) -> bool:
         """Return whether the head that is now complete exceeds its limit: it may have come in one piece."""
         if self._head_bytes + self._uncounted_bytes + self._read_bytes <= HEAD_BYTES_MAX:
@@ -387,7 +393,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def _stalled(self) -> None:
         """Drop a connection whose caller does not read, if it is to be closed, or after `STALLED_S`."""
         if self.transport.is_closing() or self.loop.time() - self._stalled_at >= STALLED_S:
-            self.transport.abort()
+            self.drop()
         else:
             self._stall_timer = self.loop.call_later(LINGER_S, self._stalled)
 

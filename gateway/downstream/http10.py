@@ -32,14 +32,14 @@ def as_http_1_0(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Appl
             names = {name.lower() for name, _ in fields}
             if b"content-length" not in names:
                 lasts_until_closed, cycle.keep_alive, cycle.chunked_encoding = True, False, False
-                _reset_at_close(cycle.transport, True)
+                reset_at_close(cycle.transport, True)
             elif cycle.keep_alive and b"connection" not in names:
                 fitting = {**message, "headers": [*fields, (b"connection", b"keep-alive")]}
         elif lasts_until_closed and message["type"] == "http.response.body":
             cycle.expected_content_length = len(message.get("body", b""))
         await cycle.send(fitting)
         if lasts_until_closed and cycle.response_complete:
-            _reset_at_close(cycle.transport, False)
+            reset_at_close(cycle.transport, False)
 
     async def answer(scope: Scope, receive: ASGIReceiveCallable, _: object) -> None:
         await app(scope, receive, send)
@@ -54,7 +54,7 @@ def _is_to_be_kept(headers: Any) -> bool:
     return b"keep-alive" in {wish.strip() for wish in wishes.split(b",")} and not is_in_chunks
 
 
-def _reset_at_close(transport: asyncio.Transport, is_so: bool) -> None:
+def reset_at_close(transport: asyncio.Transport, is_so: bool) -> None:
     """Configure whether closing the connection resets it."""
     with suppress(OSError, ValueError):  # already closed; ValueError is uvloop's
         transport.get_extra_info("socket").setsockopt(

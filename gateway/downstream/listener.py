@@ -104,8 +104,9 @@ class Listener(uvicorn.Server):
         self._cut.set()
         for task in self.server_state.tasks:
             task.cancel()
-        for connection in tuple(self.server_state.connections):
-            connection.transport.abort()
+        connections: list[Any] = list(self.server_state.connections)
+        for connection in connections:
+            connection.drop()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

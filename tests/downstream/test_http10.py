@@ -1,5 +1,6 @@
 """Requests of HTTP/1.0: answers without chunks, and connections that are kept where both sides know."""
 
+import asyncio
 import logging
 import socket
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from anyio.abc import SocketStream
 from support.front import KEY, Closed, Front, chat, front, post
 from support.loops import on_both_loops
 from support.raw_server import LAST_CHUNK, STREAM_HEAD, chunk
-from support.world import DONE, HELLO, ROLE
+from support.world import DONE, HELLO, ROLE, STOP
 
 from gateway.core.usage import Ending
 
@@ -99,6 +100,43 @@ async def test_a_stream_that_breaks_off_does_not_end_as_one_that_is_whole(
 
         with pytest.raises(Closed):
             await caller.until_closed()
+
+
+def let_go(site: Front) -> None:
+    """Leave the connection to the listener, which drops it."""
+
+
+@pytest.mark.parametrize("end", [let_go, cut])
+async def test_a_stream_whose_end_was_not_read_in_time_does_not_end_as_one_that_is_whole(
+    end: Callable[[Front], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = 1 << 11
+    monkeypatch.setattr("gateway.downstream.guard.LINGER_S", 0.05 if end is let_go else 60.0)
+    monkeypatch.setattr("gateway.downstream.listener.TICK_S", 0.02)
+    monkeypatch.setattr("gateway.tcp.LOOK_S", 0.0)
+    sizes = ((socket.SOL_SOCKET, name, few) for name in (socket.SO_RCVBUF, socket.SO_SNDBUF))
+    monkeypatch.setattr("gateway.tcp.KEEPALIVE", tuple(sizes))
+
+    async def answer(stream: SocketStream, _: object) -> None:
+        await stream.send(STREAM_HEAD + chunk(ROLE + HELLO.replace(b"hello", b"x" * 40_000)))
+        await stream.send(chunk(STOP + DONE) + LAST_CHUNK)
+
+    async with front("direct", answer) as site:
+        with socket.socket() as caller:
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, few)  # before it connects: its window
+            caller.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(caller, ("127.0.0.1", site.port))
+            await loop.sock_sendall(caller, post(chat(stream=True), line=CHAT))
+            await site.eventually(lambda: bool(site.notes.requests))
+            await site.idle()
+            end(site)
+            await site.eventually(lambda: not site.listener.server_state.connections)
+
+            with anyio.fail_after(10), pytest.raises(ConnectionResetError):
+                while await loop.sock_recv(caller, 65_536):
+                    pass
+    assert [record.ending for record in site.notes.requests] == [Ending.COMPLETED]
 
 
 @pytest.mark.parametrize("steps", range(6))
