@@ -668,11 +668,14 @@ class _Setbacks:
         return failure
 
     def to_ask(self, shed: ShedError) -> frozenset[str]:
-        """Return those to ask now that a request is shed, each once; none if it is to be shed."""
-        if self.refusing and not isinstance(shed, Draining):
+        """Return those to ask now that a request is shed, each once; none if it is to be shed.
+
+        A room that is closed sheds it again, whoever is left to ask.
+        """
+        if self.refusing:
             found, self.refusing = self.refusing, frozenset()
             return found
-        if self._is_unfit_asked or isinstance(shed, AtCapacity | Draining):
+        if self._is_unfit_asked or isinstance(shed, AtCapacity):
             return frozenset()
         self._is_unfit_asked = True
         return self.unfit
