@@ -2044,6 +2044,29 @@ async def test_a_full_fleet_is_429_when_its_patience_has_run_out(world: World) -
         await world.ledger.release(slot)
 
 
+@pytest.mark.parametrize("is_answered", [True, False], ids=["answered", "failed"])
+async def test_how_fast_slots_become_free_is_learned_from_what_was_answered(
+    world: World, is_answered: bool
+) -> None:
+    world.policy = replace(POLICY, retry=RetryPolicy(attempts_max=1))
+    first, second = anyio.Event(), anyio.Event()
+    end = [HELLO, STOP, DONE] if is_answered else [UpstreamFailed("x")]
+    world.answers(light_0=Script([ROLE, first, *end]))
+    world.answers(light_0=Script([ROLE, second, *end]))
+
+    async with anyio.create_task_group() as tasks:
+        for number, gate in ((1, first), (2, second)):
+            arrival = Arrival(f"req-{number}", 1_000_000.0, 10.0)
+            tasks.start_soon(partial(world.run_to_any_end, world.request(), arrival=arrival))
+            await anyio.wait_all_tasks_blocked()
+            rates = world.pipeline.room.line.drains_per_s(world.clock.now())
+            is_known = rates["gemma-4", "short_chat"] is not None
+            assert is_known is (is_answered and gate is second)
+            world.clock.time += 2.0
+            gate.set()
+            await anyio.wait_all_tasks_blocked()
+
+
 @pytest.mark.parametrize("is_reloaded", [False, True], ids=["one-policy", "reloaded"])
 async def test_who_has_waited_before_it_failed_waits_no_longer_than_its_class_allows(
     world: World, is_reloaded: bool
