@@ -1,4 +1,4 @@
-"""Bounds the memory of long answers that wait for their callers to read them.
+"""Bounds the memory of long answers that wait for their callers to read them, and how long they wait.
 
 What is kept, such as the images of a conversation, may be long, and to ask for it takes a few bytes. Without
 a bound, a caller that asks often and reads nothing would fill the memory.
@@ -6,11 +6,15 @@ a bound, a caller that asks often and reads nothing would fill the memory.
 
 from typing import Any
 
+import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from gateway.core.errors import OutOfResources
 from gateway.downstream.relay import HELD_BYTES_MAX, PIECE_BYTES, HeldAnswers
 from gateway.downstream.serving import send_refusal
+from gateway.pipeline import CallerStalled
+from gateway.pipeline.caller import while_caller_reads
 
 LONG_BYTES = 1024 * 1024
 """Answers that arrive whole from their route and are longer count. A choice: most are much shorter, and are
@@ -18,7 +22,7 @@ sent as they are."""
 
 
 class Outgoing:
-    """ASGI middleware that bounds the memory of long answers to GET.
+    """ASGI middleware that bounds the memory of long answers to GET, and gives up callers that do not read.
 
     Attributes:
         held: Those that are being written.
@@ -37,6 +41,10 @@ class Outgoing:
         start: Any = None  # of an answer with a length, until its body comes
         is_refused = False
 
+        async def send_in_time(message: Any) -> None:
+            with while_caller_reads():
+                await send(message)
+
         async def send_on(message: Any) -> None:
             nonlocal start, is_refused
             if is_refused:
@@ -46,14 +54,22 @@ class Outgoing:
                 return
             if message["type"] != "http.response.body" or len(message["body"]) <= LONG_BYTES:
                 if start is not None:
-                    await send(start)
+                    await send_in_time(start)
                     start = None
-                await send(message)
+                await send_in_time(message)
                 return
-            is_refused = not await self._write(start, message, send)
+            is_refused = not await self._write(start, message, send_in_time)
             start = None
 
-        await self._app(scope, receive, send_on)
+        async def send_or_end(message: Any) -> None:
+            try:
+                await send_on(message)
+            except CallerStalled:  # the server closes the connection, because the body is incomplete
+                answering.cancel()
+                await checkpoint_if_cancelled()
+
+        with anyio.CancelScope() as answering:
+            await self._app(scope, receive, send_or_end)
 
     async def _write(self, start: Any, message: Any, send: Send) -> bool:
         """Write a long body, or refuse it. Return whether it was written."""

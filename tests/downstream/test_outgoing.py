@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
+import pytest
 
 from gateway.downstream.outgoing import LONG_BYTES, Outgoing
 from gateway.downstream.relay import PIECE_BYTES
@@ -98,6 +99,26 @@ async def test_the_bytes_of_a_caller_that_leaves_count_no_longer() -> None:
         tasks.cancel_scope.cancel()
 
     assert outgoing.held.bytes == 0
+
+
+@pytest.mark.parametrize(
+    "app",
+    [app_of(LONG), app_of(b"a", b"b", length=False), app_of(b"a", b"b")],
+    ids=["long", "stream", "file"],
+)
+async def test_a_caller_that_reads_nothing_is_given_up(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.pipeline.caller.CALLER_STALL_S", 0.1)
+    ends = []
+
+    async def watched(scope: Any, receive: Any, send: Any) -> None:
+        await app(scope, receive, send)
+        ends.append("whole")
+
+    outgoing, reader = Outgoing(watched), Reader()
+    with anyio.fail_after(20):
+        await outgoing(get(), receive, reader.send)
+
+    assert (len(reader.got), ends, outgoing.held.bytes) == (2, [], 0)
 
 
 async def test_other_answers_are_sent_as_they_are() -> None:

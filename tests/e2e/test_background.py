@@ -244,17 +244,22 @@ async def test_a_stream_whose_store_stays_away_ends_with_an_error_and_is_taken_u
     assert "Exception in ASGI application" not in caplog.text
 
 
+@pytest.mark.parametrize("is_again", [False, True], ids=["at-once", "taken-up-again"])
 async def test_a_stream_that_nobody_reads_is_given_up(
-    tmp_path: Path, store: RedisServer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: RedisServer, monkeypatch: pytest.MonkeyPatch, is_again: bool
 ) -> None:
     monkeypatch.setattr("gateway.pipeline.caller.CALLER_STALL_S", 0.2)
     monkeypatch.setattr("gateway.tcp.KEEPALIVE", ((socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14),))
+    long: dict[str, Any] = {"max_output_tokens": 20_000, "extra_body": {"ignore_eos": True}}
     asked = {**ASK, "background": True, "stream": True, "max_output_tokens": 20_000, "ignore_eos": True}
-    body = json.dumps(asked).encode()
-    fields = {"host": "gateway", "authorization": "Bearer a", "content-length": str(len(body))}
-    lines = ["POST /v1/responses HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
     async with jobs_site(tmp_path, store, speed=100.0) as gateway:
         serving = gateway.gateway.applications.serving
+        line, body = "POST /v1/responses HTTP/1.1", json.dumps(asked).encode()
+        if is_again:
+            job = await gateway.openai(api_key="a").responses.create(**ASK, background=True, **long)
+            line, body = f"GET /v1/responses/{job.id}?stream=true HTTP/1.1", b""
+        fields = {"host": "gateway", "authorization": "Bearer a", "content-length": str(len(body))}
+        lines = [line, *(f"{name}: {value}" for name, value in fields.items()), "", ""]
         with socket.socket() as reader:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
             reader.connect(("127.0.0.1", httpx.URL(gateway.url).port))
