@@ -13,11 +13,20 @@ from support.raw_server import LAST_CHUNK, STREAM_HEAD, answer_of, chunk
 from support.world import HELLO, ROLE, STOP, USAGE
 
 from gateway.clock import SystemClock
+from gateway.core.errors import BodyTooLarge, InvalidRequest
+from gateway.core.responses.items import item_id, response_id
+from gateway.core.responses.request import Needs
 from gateway.core.sse import CALLS_MAX
 from gateway.downstream.keys import KeyRing
-from gateway.downstream.reading import READERS, BodyReaders
+from gateway.downstream.reading import READERS, BodyReaders, Received
 from gateway.downstream.responses import Responses
-from gateway.downstream.stored_responses import ResponseRetention, StoredConversation
+from gateway.downstream.stored_responses import (
+    REFERENCES_MAX,
+    ResponseRetention,
+    StoredConversation,
+    StoredResponses,
+)
+from gateway.ports import Arrival
 from gateway.store.memory import MemoryResponseStore
 
 
@@ -32,6 +41,47 @@ def test_a_conversation_goes_on_with_all_but_calls_that_broke_off() -> None:
     )
 
     assert [item["id"] for item in kept.items()] == ["a", "b", "completed", "cut"]
+
+
+async def kept_items(count: int) -> tuple[MemoryResponseStore, list[dict[str, Any]]]:
+    """Return a store with so many responses, and the one item of each."""
+    store, items = MemoryResponseStore(SystemClock(), 1_000_000), []
+    for number in range(count):
+        item = {"id": item_id("message", f"{number:032x}", 0), "type": "message"}
+        record = msgspec.json.encode({"response": {"output": []}, "context": [], "input": [item]})
+        await store.put(None, response_id(f"{number:032x}"), record, 60.0)
+        items.append(item)
+    return store, items
+
+
+def received(body: bytes) -> Received:
+    return Received(Arrival("r", 0.0, 0.0), body, None, {}, ())
+
+
+async def test_a_request_refers_to_items_of_so_many_responses() -> None:
+    store, items = await kept_items(REFERENCES_MAX + 1)
+    stored = StoredResponses(store, None, BodyReaders(), 1_000_000)
+    ids = [item["id"] for item in items]
+
+    found = await stored.look_up(received(b"{}"), Needs(None, ids[1:]))
+    with pytest.raises(InvalidRequest) as refusal:
+        await stored.look_up(received(b"{}"), Needs(None, ids))
+
+    assert found.stored == {item["id"]: item for item in items[1:]}
+    assert (refusal.value.code, refusal.value.param) == ("too_many_items", "input")
+
+
+@pytest.mark.parametrize("uses", [1, 3])
+async def test_what_a_request_refers_to_fits_a_body_with_it_to_the_byte(uses: int) -> None:
+    store, (item,) = await kept_items(1)
+    together = len(b"{}") + uses * len(msgspec.json.encode(item))
+    wanted = Needs(None, [item["id"]] * uses)
+
+    found = await StoredResponses(store, None, BodyReaders(), together).look_up(received(b"{}"), wanted)
+    with pytest.raises(BodyTooLarge):
+        await StoredResponses(store, None, BodyReaders(), together - 1).look_up(received(b"{}"), wanted)
+
+    assert found.stored == {item["id"]: item}
 
 
 @pytest.mark.parametrize("path", ["resp_1", "resp_1/input_items"])
