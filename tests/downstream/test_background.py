@@ -531,6 +531,18 @@ async def test_who_follows_a_job_that_has_ended_is_told_if_the_store_has_lost_it
     assert (told[-1]["type"], told[-1].get("code")) == ("error", "response_not_found")
 
 
+async def test_who_follows_a_job_that_had_failed_goes_on_when_an_operator_retries_it() -> None:
+    """Its chunks are gone, but nothing is lost: there will be others."""
+    new = NewJob("resp_1", None, "m/c", b"{}")
+    failed = Job(new, JobStatus.FAILED, attempt=1, chunks=2, error=JobError("job_poisoned", "no"))
+    retried = Job(new, JobStatus.QUEUED)
+
+    jobs = jobs_of(World(), Lagging(retried, [], []))
+    job, chunks = await jobs.news(failed, None, 10.0, is_placed=False)
+
+    assert (job.status, job.chunks, list(chunks)) == (JobStatus.QUEUED, 0, [])
+
+
 class Away:
     """What waiters ask of `ports.JobStore`: each of them finds it away once; then its job has failed."""
 
