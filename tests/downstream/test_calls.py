@@ -227,6 +227,30 @@ async def test_a_stream_that_breaks_ends_with_an_error_that_says_so(way: str) ->
     assert got.is_whole
 
 
+async def test_a_stream_with_a_fault_in_it_ends_there_though_its_backend_does_not(way: str) -> None:
+    is_begun = anyio.Event()
+    fault = b'data: {"error": {"message": "out of memory", "code": 500}}\n\n'
+
+    async def fail_later(stream: SocketStream, _: dict[str, Any]) -> None:
+        await begin(stream, {})
+        await is_begun.wait()
+        await stream.send(chunk(fault))
+
+    async with front(way, fail_later) as site, site.caller() as caller:
+        await caller.send(post(chat(stream=True)))
+        head = await caller.head()
+        await caller.chunk()
+        is_begun.set()
+        with anyio.fail_after(10):
+            got = await caller.rest_of(head)
+            await site.backend.closed.wait()
+        await site.idle()
+
+    error, done = (event.removeprefix(b"data: ") for event in got.body.split(b"\n\n") if event)
+    assert (json.loads(error)["error"]["code"], done) == ("stream_broken", b"[DONE]")
+    assert got.is_whole
+
+
 @pytest.mark.parametrize("served", ["served", "gemma-4"], ids=["renamed", "same name"])
 async def test_a_stream_is_whole_whether_tokens_come_alone_or_in_pieces(way: str, served: str) -> None:
     tokens = [event(delta={"content": f"word {number}"}) for number in range(8)]
@@ -1162,12 +1186,12 @@ async def test_a_caller_whose_machine_vanishes_in_its_answer_is_noticed(
     monkeypatch.setattr("gateway.tcp.LOOK_S", 0.05)
     has_gone = anyio.Event()
 
-    async def go_on(stream: SocketStream, asked: dict[str, Any]) -> None:
+    async def fail_later(stream: SocketStream, asked: dict[str, Any]) -> None:
         await begin(stream, asked)
         await has_gone.wait()
         await stream.send(chunk(HELLO))
 
-    async with front(way, go_on) as site:
+    async with front(way, fail_later) as site:
         async with site.caller() as caller:
             await caller.send(post(chat(stream=True)))
             await caller.head()
@@ -1201,7 +1225,7 @@ async def test_a_caller_that_leaves_in_its_answer_is_noticed(way: str, how: str)
         assert not any(site.ledger.claims("b"))
 
 
-async def go_on(stream: SocketStream, _: dict[str, Any]) -> None:
+async def fail_later(stream: SocketStream, _: dict[str, Any]) -> None:
     await stream.send(STREAM_HEAD + chunk(ROLE))
     while True:
         await stream.send(chunk(HELLO))
@@ -1210,7 +1234,7 @@ async def go_on(stream: SocketStream, _: dict[str, Any]) -> None:
 
 async def test_a_caller_that_leaves_with_requests_in_a_row_is_noticed(way: str) -> None:
     """With the next token at the latest: nothing is read while requests wait, and so no end either."""
-    async with front(way, go_on) as site:
+    async with front(way, fail_later) as site:
         async with site.caller() as caller:
             await caller.send(post(chat(stream=True)) + post() + post(chat(stream=True)))
             await caller.head()
@@ -1385,7 +1409,7 @@ async def test_what_a_backend_still_sends_behind_done_keeps_nobody_waiting(
 ) -> None:
     monkeypatch.setattr("gateway.pipeline.attempt.END_OF_BODY_S", 0.2)
 
-    async def go_on(stream: SocketStream, _: dict[str, Any]) -> None:
+    async def fail_later(stream: SocketStream, _: dict[str, Any]) -> None:
         await stream.send(STREAM_HEAD + chunk(ROLE))
         for piece in (HELLO, STOP, DONE):
             await stream.send(chunk(piece))
@@ -1394,7 +1418,7 @@ async def test_what_a_backend_still_sends_behind_done_keeps_nobody_waiting(
                 await stream.send(chunk(b": keep-alive\n\n"))
                 await anyio.lowlevel.checkpoint()
 
-    async with front(way, go_on) as site, site.caller() as caller:
+    async with front(way, fail_later) as site, site.caller() as caller:
         with anyio.fail_after(10):
             got = await caller.ask(post(chat(stream=True)))
 
