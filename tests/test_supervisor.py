@@ -381,6 +381,25 @@ async def test_a_worker_that_ran_well_is_started_again_at_once(
     assert told == [()]
 
 
+async def told_of_two(worker: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """Run a group of two workers until it is ready, and return which URLs of theirs it has told."""
+    monkeypatch.setattr(sys, "executable", worker)
+    told: list[tuple[str, ...]] = []
+    with bind("127.0.0.1", 0) as listen, anyio.fail_after(20):
+        is_told = anyio.Event()
+
+        def ready(urls: tuple[str, ...]) -> None:
+            told.append(urls)
+            is_told.set()
+
+        group = WorkerGroup(600.0, ready)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.run, Order(0, 2, "gateway.yaml", "", "info", listen.fileno(), None))
+            await is_told.wait()
+            await group.stop()
+    return told
+
+
 async def test_what_is_told_of_is_where_the_workers_are_that_accept_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,20 +414,7 @@ async def test_what_is_told_of_is_where_the_workers_are_that_accept_connections(
         """echo "{\\"admin_url\\": \\"$number\\"}\"""",
         "head -c 1 >/dev/null",
     )
-    monkeypatch.setattr(sys, "executable", script(tmp_path, *lines))
-    told: list[tuple[str, ...]] = []
-    with bind("127.0.0.1", 0) as listen, anyio.fail_after(20):
-        is_told = anyio.Event()
-
-        def ready(urls: tuple[str, ...]) -> None:
-            told.append(urls)
-            is_told.set()
-
-        group = WorkerGroup(600.0, ready)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(group.run, Order(0, 2, "gateway.yaml", "", "info", listen.fileno(), None))
-            await is_told.wait()
-            await group.stop()
+    told = await told_of_two(script(tmp_path, *lines), monkeypatch)
     assert told == [("0", "1")]
 
 
@@ -436,20 +442,7 @@ async def test_workers_hash_alike_whatever_the_environment_says_of_it(
         """echo "{\\"admin_url\\": \\"$hash\\"}\"""",
         "head -c 1 >/dev/null",
     )
-    monkeypatch.setattr(sys, "executable", script(tmp_path, *lines))
-    told: list[tuple[str, ...]] = []
-    with bind("127.0.0.1", 0) as listen, anyio.fail_after(20):
-        is_told = anyio.Event()
-
-        def ready(hashes: tuple[str, ...]) -> None:
-            told.append(hashes)
-            is_told.set()
-
-        group = WorkerGroup(600.0, ready)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(group.run, Order(0, 2, "gateway.yaml", "", "info", listen.fileno(), None))
-            await is_told.wait()
-            await group.stop()
+    told = await told_of_two(script(tmp_path, *lines), monkeypatch)
     [(one, other)] = told
     assert one == other
     assert (one == with_seed_7) is (given == "7")

@@ -2072,9 +2072,7 @@ async def test_who_has_waited_before_it_failed_waits_no_longer_than_its_class_al
     world: World, is_reloaded: bool
 ) -> None:
     """Another policy lets it wait for a turn more, but only until it gets a slot."""
-    (model,) = POLICY.models
-    classes = tuple(replace(one, waiting=Waiting(max_wait_s=30.0)) for one in model.classes)
-    world.policy = replace(POLICY, models=(replace(model, classes=classes),))
+    world.policy = patient(POLICY, 30.0)
     gate = anyio.Event()
     world.answers(light_0=Script([gate, UpstreamFailed("x")]))
     held = [slot for name in world.policy.backends for slot in await fill(world, name)]
