@@ -356,6 +356,29 @@ def test_a_worker_hears_what_comes_with_its_order(tmp_path: Path, heard: bytes, 
     assert (done.returncode, b'"stopped"' in done.stderr) == (0, True)
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT], ids=str)
+def test_a_worker_leaves_signals_to_its_parent(tmp_path: Path, number: signal.Signals) -> None:
+    """As those of `pkill`, or of a terminal, which its parent gets, too."""
+    path = configured(tmp_path, "admin: off")
+    with bind("127.0.0.1", 0) as listen:
+        order = Order(0, 1, str(path), path.read_text(), "info", listen.fileno(), None)
+        with subprocess.Popen(
+            [sys.executable, "-m", "gateway.worker", "0"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[order.listen_fd],
+        ) as worker:
+            assert worker.stdin is not None
+            assert worker.stdout is not None
+            worker.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
+            worker.stdin.flush()
+            assert json.loads(worker.stdout.readline())["error"] is None
+            worker.send_signal(number)
+            worker.communicate(b"!!", timeout=60)
+        assert worker.returncode == 0
+
+
 def test_a_worker_whose_parent_ends_before_it_has_an_order_ends() -> None:
     command = [sys.executable, "-m", "gateway.worker", "0"]
     done = subprocess.run(command, input=b"{", capture_output=True, timeout=60)
