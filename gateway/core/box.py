@@ -231,9 +231,9 @@ class OwnershipTaken:
 
     Quarantines from before it started (`started_at`, monotonic seconds) are lifted, because a person has
     restarted the gateway since. If it is the first owner among all current processes (`is_first`), nobody has
-    watched the box in the meantime: a resident model, drained or not, is inspected and checked again, and
-    before a boot is repeated, it is made sure that nobody has started another model, because there is memory
-    for one.
+    watched the box in the meantime: a model that was in, drained or not, is inspected and checked again, and
+    before a boot begins or is repeated, it is made sure that nobody has started another model, because there
+    is memory for one. A boot that is repeated has all of its budget, because the machine may have been off.
     """
 
     started_at: float = float("-inf")
@@ -447,9 +447,14 @@ def _taken_over(box: Box, event: OwnershipTaken, now: float, rules: BoxRules) ->
         why = f"{box.backend} is tried again: the gateway has been restarted"
         return _order(_enter(replace(box, target=""), State.UNKNOWN, now, why), Task.INSPECT)
     match box.state:
-        case State.RESIDENT | State.DRAINING | State.CHECKING if event.is_first:
-            why = f"{box.backend} was in when the last gateway left"
-            box = replace(box, backend="", target="", cause=Cause.NOTHING)
+        case State.STOPPING if event.is_first and not box.is_started:
+            # Somebody may have started one that had been stopped already.
+            settled = (box.backend, box.target, *box.pending)
+            again = tuple(name for name in rules.swaps.triggers if name not in settled)
+            return _order(replace(box, pending=(*box.pending, *again)), Task.STOP, box.backend)
+        case State.RESIDENT | State.DRAINING | State.CHECKING | State.STOPPING if event.is_first:
+            why = f"{box.target if box.is_started else box.backend} was in when the last gateway left"
+            box = replace(box, backend="", target="", pending=(), is_started=False, cause=Cause.NOTHING)
             return _order(_enter(box, State.UNKNOWN, now, why), Task.INSPECT)
         case State.FAILED if box.since < started_at:
             return _order(_enter(replace(box, pending=()), State.UNKNOWN, now, box.reason), Task.INSPECT)
@@ -457,9 +462,10 @@ def _taken_over(box: Box, event: OwnershipTaken, now: float, rules: BoxRules) ->
             return _order(box, Task.INSPECT)
         case State.STOPPING:
             return _order(box, Task.STOP, box.backend)
+        case State.BOOTING if event.is_first:  # if the machine was off, too, it begins with nothing
+            return _order(replace(box, is_started=False, since=now), Task.INSPECT)
         case State.BOOTING:
-            box = replace(box, is_started=False)
-            return _order(box, Task.INSPECT) if event.is_first else _order(box, Task.START, box.backend)
+            return _order(replace(box, is_started=False), Task.START, box.backend)
         case State.CHECKING:
             return _order(box, Task.CHECK, box.backend)
         case State.FAILED:

@@ -844,6 +844,51 @@ def test_no_boot_is_repeated_beside_a_model_that_somebody_has_started_while_no_g
     assert box.done().done().ordered == [(Task.START, "qwen")]
 
 
+def test_a_boot_that_nobody_has_watched_has_all_of_its_budget_again() -> None:
+    box = booting_qwen(is_started=True).look(590).on(OwnershipTaken(is_first=True))
+    assert box.look(10).at[0] is State.BOOTING
+    assert box.found().done().look(589).at[0] is State.BOOTING
+    assert box.look(1).at == (State.DRAINING, "qwen", "gemma")
+
+
+def test_a_boot_that_another_gateway_has_watched_has_the_rest_of_its_budget() -> None:
+    box = booting_qwen(is_started=True).look(590).on(OwnershipTaken())
+    assert box.look(10).at == (State.DRAINING, "qwen", "gemma")
+
+
+@pytest.mark.parametrize("backend", ["gemma", "qwen"])
+def test_a_model_that_somebody_has_started_while_no_gateway_was_there_is_stopped_before_a_boot(
+    backend: str,
+) -> None:
+    """All but the last had been stopped before: phi and, on an empty box, gemma."""
+    triggers = {**RULES.swaps.triggers, "phi": Trigger()}
+    rules = replace(RULES, swaps=replace(RULES.swaps, triggers=triggers))
+    left = Box(State.STOPPING, 900.0, backend=backend, target="qwen", number=7)
+    stopped = []
+    box = Script(left, rules).on(OwnershipTaken(is_first=True))
+    while box.at[0] is State.STOPPING:
+        stopped += box.ordered
+        box.done()
+    assert sorted(stopped) == [(Task.STOP, name) for name in sorted({backend, "gemma", "phi"})]
+    assert box.ordered == [(Task.START, "qwen")]
+    # One that has a predecessor knows what that has stopped.
+    assert Script(left, rules).on(OwnershipTaken()).done().ordered == [(Task.START, "qwen")]
+
+
+def test_a_model_that_nobody_has_watched_is_looked_for_though_it_was_in_as_another_was_stopped() -> None:
+    left = Box(State.STOPPING, 900.0, backend="qwen", target="gemma", is_started=True, pending=("phi",))
+    left_rules = replace(
+        RULES, swaps=replace(RULES.swaps, triggers={**RULES.swaps.triggers, "phi": Trigger()})
+    )
+    box = Script(left, left_rules).on(OwnershipTaken(is_first=True))
+    assert (box.at, box.ordered) == ((State.UNKNOWN, "", ""), [(Task.INSPECT, "")])
+    assert box.box.reason == "gemma was in when the last gateway left"
+    assert (box.box.pending, box.box.is_started) == ((), False)
+    # The machine was off, too: that is no fault of the model's.
+    box.found().done().done().done()
+    assert (box.ordered, box.box.quarantine) == ([(Task.START, "gemma")], {})
+
+
 def test_who_restarts_the_gateway_gives_a_backend_in_quarantine_another_chance() -> None:
     quarantine = {"qwen": Quarantine("canary failed", 500.0), "gemma": Quarantine("canary failed", 900.0)}
     failed = Box(State.FAILED, 900.0, "all in quarantine", quarantine=quarantine)
