@@ -333,8 +333,9 @@ class BoxController:
         kept.fence = board.fence
         if board.state and (has_gained or not kept.fence):
             _adopt(kept, board.state, now)
-        if not kept.fence:
+        if has_gained or not kept.fence:  # it may have been another's since the last round
             kept.hearing.forget()
+        if not kept.fence:
             return ()
         events, kept.reports = kept.reports, []
         if has_gained:
@@ -351,14 +352,15 @@ class BoxController:
 
     def _advance(self, kept: _Kept, events: Sequence[Event]) -> Sequence[Order]:
         """Advance the state of a box by events and an observation. Return the orders that follow."""
-        orders: list[Order] = []
-        for event in (*events, self._look(kept)):
-            kept.box, order = advance(kept.box, event, self._clock.now(), kept.rules)
-            if order is not None:
-                orders.append(order)
-            if swap := kept.swaps.observe(kept.box):
-                self._on_swap(kept.name, swap)
-        return orders
+        orders = [order for event in events for order in self._step(kept, event)]
+        # What is seen depends on the state that the events have led to.
+        return [*orders, *self._step(kept, self._look(kept))]
+
+    def _step(self, kept: _Kept, event: Event) -> Sequence[Order]:
+        kept.box, order = advance(kept.box, event, self._clock.now(), kept.rules)
+        if swap := kept.swaps.observe(kept.box):
+            self._on_swap(kept.name, swap)
+        return () if order is None else (order,)
 
     def _look(self, kept: _Kept) -> Observation:
         statuses = self._fleet.statuses()

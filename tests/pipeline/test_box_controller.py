@@ -372,6 +372,33 @@ async def test_what_others_knew_of_a_drain_before_the_box_was_another_gateways_i
         assert (one.at, machine.orders) == ((State.DRAINING, "qwen"), [])
 
 
+async def test_what_others_knew_of_a_drain_is_asked_again_by_an_owner_that_stood_still_meanwhile() -> None:
+    machine = Machine()
+    board = BoardThatStandsStill(machine)
+    one, third = Process(machine, board=board, rules=SLOW_RULES), board_of(machine, "third")
+    slot = await one.ledger.acquire("qwen", Load(seqs=1), Load(seqs=1))
+    assert isinstance(slot, Slot)
+    async with at_work(one):
+        resident, fence = one.snapshot.box, one.snapshot.fence
+        await one.is_due_to_swap()
+        await one.is_at(State.DRAINING, "qwen")
+        draining = one.snapshot.box
+        await third.sync("spark", fence=0, state="", note=note({}, draining, machine.now))
+        await one.until(lambda: "1 running" in one.snapshot.waits_for)
+        board.goes_on = anyio.Event()
+        await board_of(machine, "one").leave("spark")
+        other = await say(machine, draining)
+        await third.sync("spark", fence=0, state="", note=note({}, resident, machine.now))
+        await other.leave("spark")
+        await one.ledger.release(slot)
+        board.goes_on.set()
+        await one.until(lambda: one.snapshot.fence > fence)
+        for _ in range(3):
+            machine.now += SLOW_RULES.settle_s
+            await one.another_look()
+        assert (one.at, machine.orders) == ((State.DRAINING, "qwen"), [])
+
+
 async def test_no_model_is_stopped_while_what_other_gateways_have_in_flight_is_unknown(
     tmp_path: Path,
 ) -> None:
@@ -1021,6 +1048,20 @@ async def test_jobs_that_nobody_may_take_are_no_reason_to_swap() -> None:
         await one.is_at(State.RESIDENT, "gemma")
 
 
+async def test_jobs_that_the_model_that_has_just_come_in_can_serve_do_not_call_for_another() -> None:
+    both = ModelPolicy("both", (TrafficClass("work", ("both",), waiting=PATIENT),))
+    pools = {**POLICY.pools, "both": Pool("both", ("gemma", "qwen"))}
+    machine = Machine(lanes_there=[Lane("both/work", 9, 0, oldest_s=700.0)], answers=anyio.Event())
+    one = Process(machine, policy=replace(POLICY, models=(both,), pools=pools))
+    async with run(one):
+        await one.until(lambda: one.snapshot.stored["gemma"].count == 9)
+        await one.is_at(State.CHECKING, "qwen")  # they wait for whichever comes in
+        assert machine.answers is not None
+        machine.answers.set()
+        await one.is_at(State.RESIDENT, "qwen")
+        assert (one.snapshot.stored["gemma"].count, one.snapshot.box.due_at) == (0, None)
+
+
 async def test_the_batch_is_what_waited_in_the_store_when_the_model_came_in() -> None:
     machine = Machine()
     one = Process(machine)
@@ -1083,6 +1124,25 @@ class BoardAway:
     async def sync(self, box_id: str, *, fence: int, state: str, note: str) -> Board | None:
         if self._machine.is_away:
             return None
+        return await self._board.sync(box_id, fence=fence, state=state, note=note)
+
+    async def leave(self, box_id: str) -> None:
+        await self._board.leave(box_id)
+
+    async def aclose(self) -> None:
+        pass
+
+
+class BoardThatStandsStill:
+    """A board of a process that is stopped before it asks, until it goes on."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.goes_on: anyio.Event | None = None
+        self._board = board_of(machine, "one")
+
+    async def sync(self, box_id: str, *, fence: int, state: str, note: str) -> Board:
+        if self.goes_on is not None:
+            await self.goes_on.wait()
         return await self._board.sync(box_id, fence=fence, state=state, note=note)
 
     async def leave(self, box_id: str) -> None:
