@@ -122,6 +122,7 @@ class _Kept:
     box: Box
     fence: int = 0
     has_heard: bool = False  # the board has replied at least once
+    has_watched: bool = False  # since this process is there, it or another one has owned the box
     heard_at: float = 0.0  # when it last did, monotonic seconds
     is_unheard: bool = False  # it did not reply to the latest question
     told: str = ""  # the state on the board as last read
@@ -325,7 +326,8 @@ class BoxController:
     def _settle(self, kept: _Kept, board: Board) -> Sequence[Event]:
         """Adopt the ownership and the state on a box's board. Return what has happened, for the owner."""
         now = self._clock.now()
-        has_watched = kept.has_heard  # whoever had the box, this process was there
+        # One that has died says nothing new, though the box is its own until its lease is over.
+        kept.has_watched |= kept.fence > 0 or (kept.has_heard and board.state not in ("", kept.told))
         kept.has_heard, kept.heard_at = True, now
         notes = [read_note(text, now) for text in board.others]
         kept.others = _summed(one.wants for one in notes)
@@ -346,7 +348,7 @@ class BoxController:
                 kept.fence,
                 extra=about("box_owned", box=kept.name, fence=kept.fence),
             )
-            events = [OwnershipTaken(self._started_at, is_first=not has_watched and not board.others)]
+            events = [OwnershipTaken(self._started_at, is_first=not kept.has_watched and not board.others)]
         kept.heard_s = kept.hearing.heard_s(kept.box, notes, now)
         return events
 

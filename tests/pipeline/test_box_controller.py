@@ -948,12 +948,33 @@ async def test_who_takes_over_a_box_that_it_has_watched_goes_on_serving() -> Non
         async with at_work(one):
             tasks.start_soon(two.controller.run)
             await two.is_at(State.RESIDENT, "qwen")
+            machine.now += 1
+            assert one.ledger.acquire_at_once("qwen", Load(seqs=1), Load(seqs=1)) is not None
+            await two.until(lambda: two.snapshot.box.served_at == machine.now)
             machine.answers = anyio.Event()  # nobody would be served meanwhile
         await two.until(lambda: two.snapshot.is_owner)
         for _ in range(3):
             await two.another_look()
         assert two.at == (State.RESIDENT, "qwen")
         tasks.cancel_scope.cancel()
+
+
+async def test_a_gateway_that_is_back_within_the_ownership_of_the_one_that_died_has_not_watched() -> None:
+    machine = Machine(answers=anyio.Event())
+    last = EmulatedBoard(lambda: machine.now, process="last", ttl_s=15, shared=machine.shared)
+    fence = (await last.sync("spark", fence=0, state="", note="")).fence
+    resident = Box(State.RESIDENT, machine.now, backend="qwen")
+    await last.sync("spark", fence=fence, state=written(resident, machine.now), note="")
+    one = Process(machine)
+    async with run(one):
+        await one.is_at(State.RESIDENT, "qwen")
+        for _ in range(3):
+            machine.now += 4
+            await one.another_look()
+        assert (one.at, one.snapshot.is_owner) == ((State.RESIDENT, "qwen"), False)
+        machine.now += 4
+        await one.is_at(State.CHECKING, "qwen")
+        assert one.snapshot.is_owner
 
 
 async def test_a_box_grows_older_while_its_owner_is_silent() -> None:
@@ -964,6 +985,8 @@ async def test_a_box_grows_older_while_its_owner_is_silent() -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(one.controller.run)
         await one.is_at(State.RESIDENT, "qwen")
+        await say(machine, Box(State.RESIDENT, since, backend="qwen", resident_since=since, swaps=1))
+        await one.until(lambda: one.snapshot.box.swaps == 1)
         machine.now += 15  # it has died: its ownership expires
         for _ in range(2):
             await one.another_look()
