@@ -109,8 +109,8 @@ def continuation(body: bytes, answer: AnswerSoFar, spent_tokens: int) -> bytes |
     if request.get("continue_final_message") or (request.get("n") or 1) != 1 or _has_form(request):
         return None
     limits = {
-        name: max(1, request[name] - spent_tokens)
-        for name in ("max_tokens", "max_completion_tokens")
+        name: max(least, request[name] - spent_tokens)
+        for name, least in (("max_tokens", 1), ("max_completion_tokens", 1), ("min_tokens", 0))
         if isinstance(request.get(name), int)
     }
     more = {

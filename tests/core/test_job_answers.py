@@ -91,7 +91,13 @@ def test_a_cut_text_is_put_before_what_follows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "limit", "left"), [("max_tokens", 100, 90), ("max_completion_tokens", 5, 1)]
+    ("name", "limit", "left"),
+    [
+        ("max_tokens", 100, 90),
+        ("max_completion_tokens", 5, 1),
+        ("min_tokens", 100, 90),  # vLLM's own, refused if it is above the other two
+        ("min_tokens", 5, 0),
+    ],
 )
 def test_what_was_said_is_taken_off_the_limit(name: str, limit: int, left: int) -> None:
     found = went_on({**REQUEST, name: limit}, event(content="x"), spent=10)
