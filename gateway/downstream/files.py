@@ -51,6 +51,9 @@ others."""
 UPLOADS_OVERHEAD = 64 * 1024
 """Maximum size of a form without its file: `multipart.FIELDS_MAX` fields of `multipart.FIELD_BYTES_MAX`."""
 
+FORM_BYTES_MAX = FILE_BYTES_MAX + UPLOADS_OVERHEAD
+"""Maximum size of a form, whether announced or received."""
+
 CLEAN_UP_S = 5.0
 """How long deleting an interrupted upload may take. A choice, as for a command (`store.files.COMMAND_S`);
 otherwise the store deletes it."""
@@ -162,14 +165,16 @@ class Files:
     async def _upload(self, key: str | None, request: Request[Any, Any, Any]) -> StoredFile:
         check_encoding(request.headers.get("content-encoding"))
         announced = request.headers.get("content-length", "0")
-        if announced.isdigit() and announced_bytes(announced) > FILE_BYTES_MAX + UPLOADS_OVERHEAD:
+        if announced.isdigit() and announced_bytes(announced) > FORM_BYTES_MAX:
             raise _too_large()
         upload = _Upload(self._store, self._rules, key)
         is_whole = False
         try:
             async with self._turn(key), self._turns:
                 content_type = request.headers.get("content-type", "")
-                async for part in parts_of(content_type, request.receive, self._rules.within_s):
+                async for part in parts_of(
+                    content_type, request.receive, self._rules.within_s, FORM_BYTES_MAX
+                ):
                     match part:
                         case Field():
                             upload.fields[part.name] = part.value

@@ -11,7 +11,7 @@ from multipart import (  # type: ignore[import-untyped]
     parse_options_header,
 )
 
-from gateway.core.errors import InvalidRequest, RequestTimeout
+from gateway.core.errors import BodyTooLarge, InvalidRequest, RequestTimeout
 from gateway.core.value import valueclass
 from gateway.downstream.relay import CallerGone
 
@@ -43,16 +43,20 @@ Part = Field | FileBegins | bytes
 """A part of a form; bytes belong to the latest file."""
 
 
-async def parts_of(content_type: str, receive: Receive, within_s: float) -> AsyncIterator[Part]:
+async def parts_of(
+    content_type: str, receive: Receive, within_s: float, bytes_max: int
+) -> AsyncIterator[Part]:
     """Yield the parts of a form as they arrive.
 
     Args:
         content_type: The request's header.
         receive: The ASGI callable.
         within_s: Time limit per read, and grace period of the minimum average rate.
+        bytes_max: Maximum size of the form, including what precedes its first part and follows its last one.
 
     Raises:
         InvalidRequest: it is not a valid form.
+        BodyTooLarge: it is larger than that.
         RequestTimeout: data arrived too slowly.
         CallerGone: the caller disconnected.
     """
@@ -74,6 +78,8 @@ async def parts_of(content_type: str, receive: Receive, within_s: float) -> Asyn
             raise CallerGone
         more = message["more_body"]
         size += len(message["body"])
+        if size > bytes_max:
+            raise BodyTooLarge(f"The form is larger than {bytes_max:,} bytes.", code="file_too_large")
         for part in reader.feed(message["body"], is_last=not more):
             yield part
 

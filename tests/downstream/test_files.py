@@ -10,11 +10,12 @@ from litestar import Litestar, Response
 from litestar.testing import AsyncTestClient
 
 from gateway.core.batches import FILE_BYTES_MAX
-from gateway.core.errors import GatewayError
+from gateway.core.errors import BodyTooLarge, GatewayError
 from gateway.core.files import FILENAME_MAX, NewFile, StoredFile
 from gateway.downstream.files import PIECE_BYTES, READ_BYTES, FileRules, Files
 from gateway.downstream.head_requests import HeadAsGet
 from gateway.downstream.keys import KeyRing
+from gateway.downstream.multipart import parts_of
 from gateway.ports import FileStore
 
 
@@ -120,6 +121,21 @@ async def test_a_file_is_as_large_as_may_be_however_it_is_sent(more: int, status
 
     assert (statuses[0], store.is_deleted) == (status, status != 200)
     assert (store.most, store.written) == (PIECE_BYTES, FILE_BYTES_MAX)
+
+
+@pytest.mark.parametrize("where", ["before", "behind"])
+async def test_what_stands_around_the_parts_of_a_form_is_bounded_too(where: str) -> None:
+    form = b'--x\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\nab\r\n--x--\r\n'
+    around = iter([bytes(1_000)] * 10)  # no line of it begins as the form does
+    begun = iter([form] if where == "behind" else [])
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": next(begun, None) or next(around), "more_body": True}
+
+    with pytest.raises(BodyTooLarge):
+        async for _ in parts_of("multipart/form-data; boundary=x", receive, 60.0, 5_000):
+            pass
+    assert len([*around]) == {"before": 4, "behind": 5}[where]
 
 
 @pytest.mark.parametrize(
