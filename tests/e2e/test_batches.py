@@ -271,6 +271,22 @@ async def test_a_request_to_make_a_batch_must_be_in_order(gateway: Site) -> None
     assert (missing.value.code, missing.value.param) == ("file_not_found", "input_file_id")
 
 
+async def test_a_request_to_make_a_batch_is_as_large_as_its_metadata_may_be(gateway: Site) -> None:
+    file = await gateway.openai(api_key="a").files.create(
+        file=("in.jsonl", jsonl(chat("a"))), purpose="batch"
+    )
+    face = "\N{GRINNING FACE}"  # escaped, the longest that a character can be
+    most = {f"{number:x}" + face * 63: face * 512 for number in range(16)}
+    right = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h", "metadata": most}
+    crowd = {**right, "crowd": [[]] * 50_000}  # is decoded with the rest, though nobody looks at it
+    async with gateway.http() as client:
+        for asked, status in ((right, 200), (crowd, 413)):
+            headers = {"authorization": "Bearer a", "content-type": "application/json"}
+            answer = await client.post("/v1/batches", content=json.dumps(asked), headers=headers)
+            assert answer.status_code == status
+            assert status != 200 or answer.json()["metadata"] == most
+
+
 async def test_who_asks_twice_with_one_idempotency_key_gets_one_batch(gateway: Site) -> None:
     client, other = gateway.openai(api_key="a"), gateway.openai(api_key="b")
     file = await client.files.create(file=("in.jsonl", jsonl(chat("a"))), purpose="batch")
@@ -573,7 +589,7 @@ async def test_an_upload_of_a_byte_now_and_then_is_given_up() -> None:
         return {"type": "http.request", "body": next(pieces), "more_body": True}
 
     with anyio.fail_after(20), pytest.raises(RequestTimeout):
-        async for _ in parts_of("multipart/form-data; boundary=x", receive, within_s=0.2):
+        async for _ in parts_of("multipart/form-data; boundary=x", receive, 0.2, 100_000):
             pass
 
 
