@@ -63,6 +63,10 @@ RENEW_S = 3.0
 SUBMITTED_MAX = 32
 """Maximum lines submitted between two checks of a batch. A choice: a cancelled batch is noticed soon."""
 
+COLLECTED_AT_ONCE = 2
+"""Maximum results that are read at once, each with its request: those of all batches may end together. A
+choice that bounds memory and connections, as for answers (`worker.READS_AT_ONCE`)."""
+
 
 @valueclass(frozen=True, slots=True)
 class BatchRules:
@@ -106,6 +110,7 @@ class BatchRunner:
         self._taken = 0
         # One at a time: each thread that computes delays the event loop by some 5 ms whenever it goes on.
         self._validating = anyio.CapacityLimiter(1)
+        self._collecting = anyio.Semaphore(COLLECTED_AT_ONCE)
         self._scope = anyio.CancelScope()
         self._ended = anyio.Event()
 
@@ -190,8 +195,8 @@ class BatchRunner:
             claim = lines.claim
             snapshot = await self._batches.look(claim)
             for line in snapshot.ended:
-                await checkpoint_if_cancelled()
-                await self._collect(claim, snapshot, line)
+                async with self._collecting:
+                    await self._collect(claim, snapshot, line)
             is_moving = bool(snapshot.ended)
             if snapshot.status is BatchStatus.FINALIZING:
                 await self._move(claim, BatchStatus.FINALIZING, BatchStatus.COMPLETED)

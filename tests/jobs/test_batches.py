@@ -24,7 +24,7 @@ from gateway.core.batches import Batch, BatchClaim, BatchLine, BatchSnapshot, Ba
 from gateway.core.errors import AtCapacity, ModelNotFound, StoreUnavailable
 from gateway.core.jobs import Chunk, Job, JobError, JobPriority, JobStatus, NewJob
 from gateway.jobs import BatchRules, BatchRunner
-from gateway.jobs.batches import SUBMITTED_MAX
+from gateway.jobs.batches import COLLECTED_AT_ONCE, SUBMITTED_MAX
 from gateway.store.batches import RedisBatches
 from gateway.store.files import RedisFiles
 from gateway.store.jobs import RedisJobs
@@ -679,6 +679,47 @@ async def test_one_batch_is_validated_at_a_time(world: BatchWorld, monkeypatch: 
             await until(world, lambda batch: batch.total == 30, f"batch_{number}")
 
     assert most == 1
+
+
+async def test_few_results_are_read_at_once(world: BatchWorld) -> None:
+    ids = [f"batch_{number}" for number in range(4)]  # as many as are processed of a key
+
+    class Looking(RedisBatches):
+        async def look(self, claim: BatchClaim) -> BatchSnapshot:
+            snapshot = await super().look(claim)
+            if snapshot.ended:
+                waiting.add(claim.batch.id)
+            if len(waiting) == len(ids):
+                all_wait.set()
+            return snapshot
+
+    class Counted(RedisJobs):
+        reading = most = 0
+
+        async def load(self, job_id: str) -> Job | None:
+            self.reading += 1
+            self.most = max(self.most, self.reading)
+            await all_wait.wait()
+            await anyio.wait_all_tasks_blocked()
+            try:
+                return await super().load(job_id)
+            finally:
+                self.reading -= 1
+
+    waiting, all_wait = set[str](), anyio.Event()
+    looking = Looking(world.url, prefix=world.prefix, command_s=10.0, lease_s=LONG_S)
+    counted = Counted(world.url, prefix=world.prefix, command_s=10.0)
+    for id in ids:
+        await make(world, jsonl(1), id)
+    runner = BatchRunner(looking, world.files, counted, read_line, RULES)
+    async with working(world), anyio.create_task_group() as tasks:
+        tasks.start_soon(runner.run)
+        assert [(await ended(world, id)).completed for id in ids] == [1] * len(ids)
+        await runner.stop()
+
+    assert counted.most == COLLECTED_AT_ONCE
+    await looking.aclose()
+    await counted.aclose()
 
 
 async def test_a_batch_whose_time_is_over_says_so_of_every_line_that_has_not_ended(world: BatchWorld) -> None:
