@@ -124,7 +124,12 @@ class Files:
             key = self._keys.name_of(request.headers)
             file = await self._find(key, file_id)
             headers = {"content-length": str(file.size_bytes)}
-            return Stream(self._content(file), headers=headers, media_type="application/octet-stream")
+            # Its beginning is read before anything is sent, so that a failure has its status.
+            begins = await self._store.read(file.id, 0, READ_BYTES)
+            if file.size_bytes and not begins:  # deleted in the meantime
+                raise _not_found(file.id)
+            whole = self._content(file, begins)
+            return Stream(whole, headers=headers, media_type="application/octet-stream")
 
         @delete(PATH + "/{file_id:str}", status_code=200)
         async def forget(request: Request[Any, Any, Any], file_id: FromPath[str]) -> Mapping[str, Any]:
@@ -140,12 +145,12 @@ class Files:
     async def _find(self, key: str | None, id: str) -> StoredFile:
         file = await self._store.get(id)
         if file is None or file.new.key != key:
-            message = f"No file {id[:64]!r} is kept here for this key: it is unknown, deleted or expired."
-            raise FileNotFound(message)
+            raise _not_found(id)
         return file
 
-    async def _content(self, file: StoredFile) -> AsyncIterator[bytes]:
-        offset = 0
+    async def _content(self, file: StoredFile, piece: bytes) -> AsyncIterator[bytes]:
+        offset = len(piece)
+        yield piece
         while offset < file.size_bytes:
             await checkpoint_if_cancelled()  # a command of the store cannot be cancelled
             piece = await self._store.read(file.id, offset, READ_BYTES)
@@ -292,6 +297,10 @@ def page_of(objects: Sequence[Mapping[str, Any]], limit: int) -> Mapping[str, An
         "last_id": shown[-1]["id"] if shown else None,
         "has_more": len(objects) > limit,
     }
+
+
+def _not_found(id: str) -> FileNotFound:
+    return FileNotFound(f"No file {id[:64]!r} is kept here for this key: it is unknown, deleted or expired.")
 
 
 def _too_large() -> BodyTooLarge:

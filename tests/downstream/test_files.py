@@ -10,12 +10,13 @@ from litestar import Litestar, Response
 from litestar.testing import AsyncTestClient
 
 from gateway.core.batches import FILE_BYTES_MAX
-from gateway.core.errors import BodyTooLarge, GatewayError
+from gateway.core.errors import BodyTooLarge, GatewayError, StoreUnavailable
 from gateway.core.files import FILENAME_MAX, NewFile, StoredFile
 from gateway.downstream.files import PIECE_BYTES, READ_BYTES, FileRules, Files
 from gateway.downstream.head_requests import HeadAsGet
 from gateway.downstream.keys import KeyRing
 from gateway.downstream.multipart import parts_of
+from gateway.downstream.routes import exception_handlers
 from gateway.ports import FileStore
 
 
@@ -59,6 +60,28 @@ async def test_little_of_a_file_is_in_memory_while_it_is_read() -> None:
 
     assert answer.content == store.content
     assert store.most <= 128 * 1024
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [(None, 404, "file_not_found"), (StoreUnavailable("It is away."), 503, "store_unavailable")],
+    ids=["deleted", "the-store-is-away"],
+)
+async def test_a_file_that_cannot_be_read_is_an_error_and_not_the_beginning_of_an_answer(
+    error: GatewayError | None, status: int, code: str
+) -> None:
+    class Lost(Stored):
+        async def read(self, file_id: str, offset: int, limit: int | None = None) -> bytes:
+            if error is not None:
+                raise error
+            return b""
+
+    files = Files(cast(FileStore, Lost(b"a")), KeyRing({}), FileRules())
+    app = Litestar(files.handlers(), logging_config=None, exception_handlers=exception_handlers({}))
+    async with AsyncTestClient(app) as client:
+        answer = await client.get("/v1/files/file-1/content")
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
