@@ -10,7 +10,14 @@ import anyio.lowlevel
 import pytest
 from support.world import Incoming, World
 
-from gateway.core.errors import NOT_AGAIN, GatewayError, ResponseNotFound, StoreUnavailable, StreamBroken
+from gateway.core.errors import (
+    NOT_AGAIN,
+    AtCapacity,
+    GatewayError,
+    ResponseNotFound,
+    StoreUnavailable,
+    StreamBroken,
+)
 from gateway.core.jobs import Chunk, Job, JobError, JobStatus, Lane, NewJob, Queue, Refusal
 from gateway.core.policy import OnDisconnect
 from gateway.core.responses.replay import JobFacts
@@ -19,7 +26,7 @@ from gateway.downstream.callers_jobs import LONG_AT_ONCE, LONG_BYTES, CallersJob
 from gateway.downstream.job_waits import Waits
 from gateway.downstream.relay import HttpDownstream
 from gateway.downstream.waiting_caller import Waiter, WaitingCaller
-from gateway.ports import JobStore
+from gateway.ports import Headers, JobStore
 
 
 def background_of(world: World, store: object) -> Background:
@@ -195,6 +202,9 @@ class Answered:
 
     async def chunks(self, job_id: str, start: int = 0, limit: int = 1000) -> Sequence[Chunk]:
         return self.said[start : start + limit] if self.job.status.is_final else ()
+
+    async def all_chunks(self, job_id: str) -> Sequence[Chunk]:
+        return self.said
 
     async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus) -> bool:
         self.known.append(status)
@@ -590,3 +600,157 @@ async def test_who_does_not_wait_gets_no_answer_even_if_there_is_one_by_then() -
 
     assert await jobs.finished(job, 0.0) is job
     assert (await jobs.finished(job, 60.0)).status is JobStatus.COMPLETED
+
+
+# ------------------------------------------------------------------ a caller with a deadline
+
+
+EVENT = b'data: {"choices":[{"index":0,"delta":{"content":"%b"},"finish_reason":%b}]}\n\n'
+
+
+class Caller(HttpDownstream):
+    """A caller who reads all that it is sent."""
+
+    def __init__(self) -> None:
+        self.read = b""
+        self.has_ended = False
+
+    async def start(self, status: int, headers: Headers) -> None:
+        assert status == 200
+
+    async def send(self, data: bytes) -> None:
+        self.read += data
+
+    async def finish(self) -> None:
+        self.has_ended = True
+
+
+def impatient(jobs: CallersJobs, caller: Caller, world: World, *, stream: bool) -> WaitingCaller:
+    """Return a caller who waits for 5 s for the first word."""
+    now = world.clock.now()
+    waiter = Waiter(None, (), stream, False, now + 1_000, now + 5, False, OnDisconnect.CANCEL)
+    return WaitingCaller(waiter, jobs, caller, world.clock)
+
+
+class EndsAsItIsCancelled(Answered):
+    """A job that nobody has heard the end of as it is cancelled."""
+
+    async def cancel(self, job_id: str) -> Job:
+        await super().changed(job_id, 0, 0.0, self.job.status)
+        return self.job
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_who_has_no_more_patience_as_its_answer_comes_gets_it(stream: bool) -> None:
+    world, caller = World(), Caller()
+    job = Job(NewJob("resp_1", None, "m/c", b'{"model":"m"}'), JobStatus.QUEUED, position=1)
+    store = EndsAsItIsCancelled(job, EVENT % (b"So ", b"null"), EVENT % (b"be it.", b'"stop"'), idle=1)
+    waiting = impatient(jobs_of(world, store), caller, world, stream=stream)
+
+    world.clock.time += 5
+    await waiting.serve(job)
+
+    assert caller.has_ended
+    assert b"be it." in caller.read
+
+
+class SlowToEnd(Answered):
+    """A job whose answer goes on for long after it has begun."""
+
+    def __init__(self, job: Job, *said: bytes, world: World) -> None:
+        super().__init__(job, *said)
+        self.world = world
+        self.waited_s: list[float] = []
+
+    async def chunks(self, job_id: str, start: int = 0, limit: int = 1000) -> Sequence[Chunk]:
+        return self.said[: self.job.chunks][start : start + limit]
+
+    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus) -> bool:
+        self.waited_s.append(wait_s)
+        if not self.job.chunks:
+            self.job = replace(self.job, status=JobStatus.IN_PROGRESS, attempt=1, chunks=1)
+            return True
+        if self.world.clock.time < 100:
+            self.world.clock.time = 100
+            return False
+        return await super().changed(job_id, chunks, wait_s, status)
+
+    async def cancel(self, job_id: str) -> Job:
+        raise AssertionError("what has begun is not cancelled")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_that_has_begun_in_time_may_take_as_long_as_it_does(stream: bool) -> None:
+    world, caller = World(), Caller()
+    job = Job(NewJob("resp_1", None, "m/c", b'{"model":"m"}'), JobStatus.QUEUED, position=1)
+    store = SlowToEnd(job, EVENT % (b"So ", b"null"), EVENT % (b"be it.", b'"stop"'), world=world)
+
+    await impatient(jobs_of(world, store), caller, world, stream=stream).serve(job)
+
+    assert caller.has_ended
+    assert b"be it." in caller.read
+    assert world.clock.time == 100
+    assert min(store.waited_s) > 0  # the store is not asked all the time
+
+
+class EndsInTime(Answered):
+    """A job that has failed by the time at which its caller has no more patience."""
+
+    def __init__(self, job: Job, world: World) -> None:
+        super().__init__(job)
+        self.world = world
+
+    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus) -> bool:
+        self.world.clock.time += wait_s
+        self.job = replace(self.job, status=JobStatus.FAILED, error=JobError("job_poisoned", "It is over."))
+        return True
+
+    async def cancel(self, job_id: str) -> Job:
+        raise AssertionError("what has ended is not cancelled")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_whose_job_has_ended_as_patience_ends_is_told_how(stream: bool) -> None:
+    world, caller = World(), Caller()
+    job = Job(NewJob("resp_1", None, "m/c", b'{"model":"m"}'), JobStatus.QUEUED, position=1)
+    waiting = impatient(jobs_of(world, EndsInTime(job, world)), caller, world, stream=stream)
+
+    with pytest.raises(GatewayError, match="It is over"):
+        await waiting.serve(job)
+
+
+class Waited(Answered):
+    """A job in which nothing happens; it is noted for how long it was waited for."""
+
+    def __init__(self, job: Job, world: World, *, is_away: bool) -> None:
+        super().__init__(job)
+        self.world, self.is_away = world, is_away
+        self.waited_s: list[float] = []
+
+    async def changed(self, job_id: str, chunks: int, wait_s: float, status: JobStatus) -> bool:
+        self.waited_s.append(wait_s)
+        self.world.clock.time += wait_s
+        return False
+
+    async def cancel(self, job_id: str) -> Job:
+        if self.is_away:
+            raise StoreUnavailable("It is away.")
+        self.job = replace(self.job, status=JobStatus.CANCELLED)
+        return self.job
+
+
+@pytest.mark.parametrize("is_away", [False, True], ids=["", "the-store-is-away-by-then"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_who_has_no_more_patience_is_told_so_at_that_time(
+    stream: bool, is_away: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    world, caller = World(), Caller()
+    job = Job(NewJob("resp_1", None, "m/c", b'{"model":"m"}'), JobStatus.QUEUED, position=1)
+    store = Waited(job, world, is_away=is_away)
+
+    with pytest.raises(AtCapacity) as caught:
+        await impatient(jobs_of(world, store), caller, world, stream=stream).serve(job)
+
+    assert caught.value.code == "deadline"
+    assert store.waited_s == [5]
+    assert ("could not be cancelled" in caplog.text) is is_away
