@@ -499,13 +499,12 @@ def _observed(box: Box, look: Observation, now: float, rules: BoxRules) -> Step:
 def _judged(box: Box, look: Observation) -> tuple[Box, bool]:
     """Update the restart count of the resident backend. Also return whether a restart must be judged.
 
-    Restarts while the box stops and starts models are its own. One that is noticed while the backend is lost,
-    drained or checked is judged once it is resident again.
+    Restarts while the box boots a model are its own. One that is noticed while the backend is lost, drained
+    or checked is judged once it is resident again.
     """
     name = box.backend
     count, known = look.restarts.get(name, 0), box.known_restarts.get(name)
-    is_ours = box.state in (State.STOPPING, State.BOOTING, State.FAILED)
-    has_restarted = known is not None and count > known and not is_ours
+    has_restarted = known is not None and count > known and box.state is not State.BOOTING
     if has_restarted and (box.state is not State.RESIDENT or name in look.lost):
         return box, False
     return replace(box, known_restarts={name: count}), has_restarted
@@ -612,7 +611,7 @@ def _inspected(box: Box, found: frozenset[str], now: float, rules: BoxRules) -> 
     usable = [name for name in members if name in found and (name not in gone or gone[name].gone)]
     if box.state is State.FAILED:
         if usable:
-            return _check(replace(box, backend=usable[0], pending=()), now, "found running")
+            return _check(replace(box, backend=usable[0]), now, "found running")
         if _fallback(box, rules):  # so one could not be stopped; the whole machine may have been away
             return _order(replace(box, pending=members, tries=0), Task.STOP, members[0])
         return replace(box, retry_at=now + INSPECT_S), None

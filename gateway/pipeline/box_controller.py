@@ -326,8 +326,8 @@ class BoxController:
     def _settle(self, kept: _Kept, board: Board) -> Sequence[Event]:
         """Adopt the ownership and the state on a box's board. Return what has happened, for the owner."""
         now = self._clock.now()
-        # One that has died says nothing new, though the box is its own until its lease is over.
-        kept.has_watched |= kept.fence > 0 or (kept.has_heard and board.state not in ("", kept.told))
+        # An owner that has died says nothing new, though the box is its own until its lease is over.
+        kept.has_watched |= kept.has_heard and board.state not in ("", kept.told)
         kept.has_heard, kept.heard_at = True, now
         notes = [read_note(text, now) for text in board.others]
         kept.others = _summed(one.wants for one in notes)

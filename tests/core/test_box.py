@@ -459,11 +459,12 @@ def test_a_machine_that_was_away_for_longer_than_the_tries_of_a_stop_boots_its_d
     assert box.look(INSPECT_S).found().ordered == [(Task.STOP, "gemma")]
     assert box.done("no answer").order is None
     assert (box.at, box.box.reason) == ((State.FAILED, "", ""), "cannot stop gemma: no answer")
+    assert box.box.pending == ()
     assert box.look(INSPECT_S - 1).order is None
     assert box.look(1).found().ordered == [(Task.STOP, "gemma")]
     # Nobody knows what is running, so nothing boots before all are stopped.
     assert box.done().ordered == [(Task.STOP, "qwen")]
-    assert box.at == (State.FAILED, "", "")
+    assert (box.at, box.box.tries) == ((State.FAILED, "", ""), 1)
     assert box.done().ordered == [(Task.START, "gemma")]
     assert box.at == (State.BOOTING, "gemma", "")
 
@@ -479,8 +480,13 @@ def test_of_a_failed_box_only_what_is_not_in_use_is_stopped() -> None:
 
 def test_a_new_owner_begins_anew_with_the_stops_of_a_failed_box() -> None:
     box = cannot_stop_gemma().look(INSPECT_S).found().done()
-    assert box.on(OwnershipTaken()).look().ordered == [(Task.INSPECT, "")]
+    left = box.box
+    assert left.pending == ("qwen",)
+    assert box.on(OwnershipTaken()).box.pending == ()
+    assert box.look().ordered == [(Task.INSPECT, "")]
     assert box.found().ordered == [(Task.STOP, "gemma")]
+    restarted = Script(left, now=box.now).on(OwnershipTaken(started_at=box.now))
+    assert (restarted.box.pending, restarted.ordered) == ((), [(Task.INSPECT, "")])
 
 
 def test_a_box_that_has_failed_is_looked_at_from_then_on_at_intervals() -> None:
@@ -754,7 +760,9 @@ def test_a_new_owner_goes_on_where_the_last_one_was(box: Box, ordered: list[tupl
 
 
 def test_a_new_owner_has_tries_of_its_own() -> None:
-    box = Script(Box(State.STOPPING, backend="gemma", target="qwen", tries=2)).on(OwnershipTaken())
+    left = Box(State.STOPPING, backend="gemma", target="qwen", tries=2, failure="no route")
+    box = Script(left).on(OwnershipTaken())
+    assert box.box.failure == ""
     for pause_s in COMMAND_PAUSES_S:
         assert box.done("exit status 255").look(pause_s).ordered == [(Task.STOP, "gemma")]
     assert box.done("exit status 255").at[0] is State.FAILED

@@ -639,6 +639,16 @@ async def test_a_model_that_died_before_who_has_the_box_now_saw_it_is_brought_ba
         await one.is_at(State.RESIDENT, "qwen")
 
 
+async def test_a_model_that_dies_as_soon_as_it_is_in_is_brought_back_at_once() -> None:
+    machine = Machine()
+    one = Process(machine)
+    async with at_work(one):
+        machine.now += 1
+        machine.inside, machine.unseen_since = set(), machine.now
+        await one.until(lambda: "start qwen" in machine.orders)
+        assert one.snapshot.box.restarts == {"qwen": (machine.now,)}
+
+
 async def test_a_model_that_only_the_owner_has_seen_yet_is_waited_for() -> None:
     machine = Machine()
     await say(machine, Box(State.RESIDENT, machine.now, backend="gemma"))
@@ -749,12 +759,15 @@ async def test_only_a_restart_of_the_gateway_lifts_a_quarantine() -> None:
             await one.controller.wait_ended()
 
 
-async def test_a_gateway_that_has_its_box_back_serves_on_without_another_canary() -> None:
+@pytest.mark.parametrize("is_lost", [False, True], ids=["as-it-was", "with-nothing-in-the-store"])
+async def test_a_gateway_that_has_its_box_back_serves_on_without_another_canary(is_lost: bool) -> None:
     machine = Machine()
     one = Process(machine)
     async with at_work(one):
         number = one.snapshot.box.number
         await board_of(machine, "one").leave("spark")  # as after a pause of the whole process
+        if is_lost:
+            machine.shared["spark"].state = ""
         await one.until(lambda: one.snapshot.fence == 2)
         assert (one.at, one.snapshot.box.number) == ((State.RESIDENT, "qwen"), number)
 
@@ -959,7 +972,10 @@ async def test_who_takes_over_a_box_that_it_has_watched_goes_on_serving() -> Non
         tasks.cancel_scope.cancel()
 
 
-async def test_a_gateway_that_is_back_within_the_ownership_of_the_one_that_died_has_not_watched() -> None:
+@pytest.mark.parametrize("is_lost", [False, True], ids=["as-it-was", "with-nothing-in-the-store"])
+async def test_a_gateway_that_is_back_within_the_ownership_of_the_one_that_died_has_not_watched(
+    is_lost: bool,
+) -> None:
     machine = Machine(answers=anyio.Event())
     last = EmulatedBoard(lambda: machine.now, process="last", ttl_s=15, shared=machine.shared)
     fence = (await last.sync("spark", fence=0, state="", note="")).fence
@@ -972,6 +988,8 @@ async def test_a_gateway_that_is_back_within_the_ownership_of_the_one_that_died_
             machine.now += 4
             await one.another_look()
         assert (one.at, one.snapshot.is_owner) == ((State.RESIDENT, "qwen"), False)
+        if is_lost:
+            machine.shared["spark"].state = ""
         machine.now += 4
         await one.is_at(State.CHECKING, "qwen")
         assert one.snapshot.is_owner
