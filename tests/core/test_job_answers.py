@@ -46,6 +46,15 @@ def test_pieces_add_up_to_one_answer() -> None:
     assert (answer.finish_reason, answer.status) == ("stop", JobStatus.COMPLETED)
 
 
+def test_what_an_engine_may_leave_out_or_name_otherwise_is_no_fault() -> None:
+    choice = b'{"delta": {"reasoning_content": "Hm."}, "finish_reason": "stop"}'
+    stored = chunks(b'data: {"choices": [%b]}\n\n' % choice, b'data: {"usage": {}}\n\n')
+
+    answer = answer_so_far(stored)
+
+    assert (answer.thought, answer.finish_reason) == ("Hm.", "stop")
+
+
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 def test_an_event_may_have_several_lines_of_data(end: bytes) -> None:
     whole = event(content="It is 42.") + event("stop") + DONE
@@ -115,7 +124,11 @@ def test_what_was_said_is_taken_off_the_limit(name: str, limit: int, left: int) 
         pytest.param(
             REQUEST, event(content="Look: ") + event(tool_calls=[{"index": 0}]), id="a-tool-call-has-begun"
         ),
+        pytest.param(
+            REQUEST, event(tool_calls=[{"index": 0}]) + event(content="So"), id="text-behind-a-tool-call"
+        ),
         pytest.param({**REQUEST, "n": 2}, event(content="x"), id="several-choices"),
+        pytest.param({**REQUEST, "echo": True}, event(content="x"), id="an-echo"),
         pytest.param({**REQUEST, "continue_final_message": True}, event(content="x"), id="the-callers-own"),
         pytest.param(
             {**REQUEST, "response_format": {"type": "json_object"}}, event(content="{"), id="a-form"
@@ -129,8 +142,9 @@ def test_what_cannot_be_continued_starts_anew(request_: dict[str, Any], data: by
     assert went_on(request_, data) is None
 
 
-def test_plain_text_may_be_asked_for_by_name() -> None:
-    assert went_on({**REQUEST, "response_format": {"type": "text"}}, event(content="a")) is not None
+@pytest.mark.parametrize("asked", [{"response_format": {"type": "text"}}, {"n": 1}, {"n": None}])
+def test_what_changes_nothing_may_be_asked_for_by_name(asked: dict[str, Any]) -> None:
+    assert went_on({**REQUEST, **asked}, event(content="a")) is not None
 
 
 def test_an_answer_with_several_choices_is_over_when_all_of_them_are() -> None:
