@@ -177,7 +177,8 @@ def test_the_schedule_is_the_published_one_and_ends() -> None:
 
 
 def test_the_jitter_is_a_delivery_s_own_and_always_the_same() -> None:
-    deliveries = [replace(DELIVERY, id=f"evt_{number}", failures=1) for number in range(100)]
+    deliveries = [replace(DELIVERY, id=f"evt_{number}", failures=1) for number in range(50)]
+    deliveries += [replace(DELIVERY, endpoint=f"other-{number}", failures=1) for number in range(50)]
     waits = [failed(delivery, "").retry_s for delivery in deliveries]
     assert waits == [failed(delivery, "").retry_s for delivery in deliveries]
     assert len(set(waits)) == 100

@@ -1,6 +1,6 @@
 """Jobs for their callers, where the store is a few answers. With a real one: tests/e2e/test_background.py."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -14,11 +14,12 @@ from gateway.core.errors import (
     NOT_AGAIN,
     AtCapacity,
     GatewayError,
+    InvalidRequest,
     ResponseNotFound,
     StoreUnavailable,
     StreamBroken,
 )
-from gateway.core.jobs import Chunk, Job, JobError, JobStatus, Lane, NewJob, Queue, Refusal
+from gateway.core.jobs import Chunk, Job, JobError, JobPriority, JobStatus, Lane, NewJob, Queue, Refusal
 from gateway.core.policy import OnDisconnect
 from gateway.core.responses.replay import JobFacts
 from gateway.downstream.background import Background, JobRules, headers_kept
@@ -29,12 +30,12 @@ from gateway.downstream.waiting_caller import Waiter, WaitingCaller
 from gateway.ports import Headers, JobStore
 
 
-def background_of(world: World, store: object) -> Background:
+def background_of(world: World, store: object, rules: JobRules | None = None) -> Background:
     return Background(
         cast(JobStore, store),
         world.pipeline,
         world.questions,
-        JobRules(),
+        rules or JobRules(),
         world.clock,
         lambda _: 0.0,
         world.notes,
@@ -122,7 +123,9 @@ class Accepting:
         return self.says or Job(job, JobStatus.QUEUED, created_at=7.9)
 
 
-def submitting(background: Background, **more: Any) -> Awaitable[tuple[Job, JobFacts | None]]:
+def submitting(
+    background: Background, headers: Mapping[str, str] | None = None, key: str | None = None, **more: Any
+) -> Awaitable[tuple[Job, JobFacts | None]]:
     facts = JobFacts({"id": "resp_1"}, "0" * 32, 0, {}, {})
     given: dict[str, Any] = {
         "id": "resp_1",
@@ -131,7 +134,53 @@ def submitting(background: Background, **more: Any) -> Awaitable[tuple[Job, JobF
         "route": "/v1/responses",
         "body": b"{}",
     }
-    return background.submit(Incoming(World().request(), members={"messages": []}), facts, **(given | more))
+    request = replace(World().request(), headers=headers or {}, key=key)
+    return background.submit(Incoming(request, members={"messages": []}), facts, **(given | more))
+
+
+@pytest.mark.parametrize(
+    ("key", "asked", "priority"),
+    [
+        ("ops", None, "high"),
+        ("ops", "normal", "normal"),
+        ("ops", "batch", "batch"),
+        ("nightly", None, "batch"),
+        ("nightly", "normal", "batch"),
+        ("nightly", "high", "batch"),
+        ("alice", None, "normal"),
+        ("alice", "high", "normal"),
+        (None, "high", "normal"),
+        (None, "batch", "batch"),
+    ],
+)
+async def test_a_caller_may_ask_for_less_priority_than_its_key_has_and_never_for_more(
+    key: str | None, asked: str | None, priority: str
+) -> None:
+    rules = JobRules(priorities={"ops": JobPriority.HIGH, "nightly": JobPriority.BATCH})
+    headers = {} if asked is None else {"x-gateway-priority": asked}
+
+    job, _ = await submitting(background_of(World(), Accepting(), rules), headers, key)
+
+    assert job.new.priority == priority
+
+
+@pytest.mark.parametrize(
+    ("written", "expires_s"),
+    [(None, None), ("0.5", 0.5), ("2592000", 2_592_000), ("2592001", 0), ("0", 0), ("-1", 0), ("nan", 0)],
+)
+async def test_how_long_an_answer_is_worth_something_is_within_bounds(
+    written: str | None, expires_s: float | None
+) -> None:
+    headers = {} if written is None else {"x-gateway-expires-s": written}
+    submitted = submitting(background_of(World(), Accepting()), headers)
+
+    if expires_s == 0:
+        with pytest.raises(InvalidRequest) as refused:
+            await submitted
+        assert refused.value.param == "x-gateway-expires-s"
+    else:
+        job, _ = await submitted
+        assert job.new.expires_s == expires_s
 
 
 @pytest.mark.parametrize(("store", "keep_s"), [(True, 86_400.0), (False, 600.0)])
