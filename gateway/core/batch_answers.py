@@ -28,7 +28,7 @@ def answer_of(endpoint: str, job: Job, chunks: Sequence[Chunk]) -> tuple[int, by
         return 200, whole(job, chunks)
     replay = Replay(JobFacts.of(job))
     replay.tell(job, chunks)
-    return 200, _encoded({**replay.response, "created_at": int(job.created_at)})
+    return 200, _encoded(replay.response)
 
 
 def refusal(error: GatewayError) -> tuple[int, bytes]:

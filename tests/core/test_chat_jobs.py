@@ -120,6 +120,12 @@ def test_a_stream_says_its_role_once_and_its_usage_only_if_asked() -> None:
     assert deltas(told[1]) == [*deltas(told[0]), USAGE]
 
 
+def test_a_word_that_comes_with_usage_is_told_whether_usage_was_asked_for_or_not() -> None:
+    said = event(content="A")[:-3] + b', "usage": {"completion_tokens": 1}}\n\n'
+
+    assert deltas(ChatReplay(job(), include_usage=False).tell(chunks(said))) == [{"content": "A"}]
+
+
 def test_of_several_choices_each_says_its_role() -> None:
     said = event(0, role="assistant") + event(1, role="assistant") + event(1, role="assistant", content="B")
 
