@@ -353,6 +353,7 @@ class RedisLedger:
                 slot = asked.outcome.result()
                 if isinstance(slot, Slot) and self._own.forget(slot):  # acquired by the cancelled task
                     self._settle_soon(account)
+                    self.tell(account.backend)
             raise
         return asked.outcome.result()
 
@@ -418,12 +419,14 @@ class RedisLedger:
             if failure is not away:
                 raise
             return
+        has_freed = account.settled(reply, monotonic())
         for one, outcome in zip(asked, reply.outcomes, strict=True):
             if not one.outcome.done():
                 one.outcome.set_result(
                     _REASONS[outcome - 1] if outcome else self._own.grant(account.backend, one.claim)
                 )
-        has_freed = account.settled(reply, monotonic())
+            elif not outcome:  # its task was cancelled, and another may have been refused for its sake
+                has_freed = True
         for future in told:
             if not future.done():
                 future.set_result(None)

@@ -378,6 +378,29 @@ async def test_a_task_that_is_cancelled_as_it_is_told_is_cancelled_and_leaves_no
             pass
 
 
+@pytest.mark.parametrize("when", ["before it is told", "as it is told"])
+async def test_who_was_refused_for_a_task_that_is_cancelled_is_told_of_the_room(
+    store: Store, connect: Connect, when: str
+) -> None:
+    ledger, freed = connect(store), list[str]()
+    limits = replace(LIMITS, seqs=1)
+    ledger.on_freed(freed.append)
+    leaves, stays = (
+        asyncio.get_running_loop().create_task(ledger.acquire("b", CLAIM, limits)) for _ in range(2)
+    )
+    await anyio.lowlevel.checkpoint()
+    asked, _ = ledger._account("b").asked
+    while ledger._account("b").asked or (when == "as it is told" and not asked.outcome.done()):
+        await anyio.lowlevel.checkpoint()
+    leaves.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaves
+
+    assert await stays is Exclusion.AT_KNEE
+    assert freed == ["b"]
+    assert isinstance(await ledger.acquire("b", CLAIM, limits), Slot)
+
+
 async def test_a_backend_has_one_command_under_way_at_a_time(store: Store, connect: Connect) -> None:
     """What is granted by one of two might be used while the other says that it is not."""
     ledger = connect(store)
