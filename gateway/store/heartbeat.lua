@@ -25,6 +25,8 @@ if redis.call('HLEN', FACTS) > count then
 end
 if OWN_FACTS ~= '' then
     redis.call('HSET', FACTS, OWNER, OWN_FACTS)
+else
+    redis.call('HDEL', FACTS, OWNER) -- what it said before is no longer so
 end
 if TTL > 0 then -- a leaving process must not expire the others' data
     for _, owner in ipairs(redis.call('ZRANGEBYSCORE', REPLICAS, string.format('(%.0f', now + TTL), '+inf')) do

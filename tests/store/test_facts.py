@@ -400,6 +400,18 @@ async def test_a_server_that_lost_everything_is_told_again(store: Store, connect
     assert here.heard == {there.ledger.owner: FULL}
 
 
+async def test_facts_that_are_told_no_more_are_gone(store: Store, connect: Connect) -> None:
+    here, there = Gateway(connect(store)), Gateway(connect(store))
+    here.facts = FULL
+    await here.ledger.sync()
+    here.facts = replace(FULL, started={("gemma-4", "short_chat", "k" * BYTES_MAX): 1})  # too long to be told
+    await here.ledger.sync()
+    await there.ledger.sync()
+
+    assert there.ledger.replicas == 2
+    assert there.heard == {}
+
+
 async def test_a_gateway_without_facts_is_counted_and_says_nothing(store: Store, connect: Connect) -> None:
     here, plain = Gateway(connect(store)), connect(store)
     await plain.sync()
