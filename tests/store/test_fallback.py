@@ -1,7 +1,8 @@
 """Redis stalls, dies and comes back empty: chat goes on, nothing is lost, nothing is counted twice."""
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -477,6 +478,38 @@ async def test_limits_are_not_shared_again_before_every_command_has_ended(
         assert other.ledger.load("c") == Load()  # which it has not looked at before
         await other.shared.sync()
         assert [other.ledger.load(backend) for backend in "bc"] == [CLAIM, CLAIM]
+
+
+@pytest.mark.parametrize("behind", ["a claim", "a look"])
+async def test_what_comes_behind_a_command_that_fails_fails_with_it(
+    stoppable: RedisServer, tmp_path: Path, behind: str
+) -> None:
+    """Else it would be sent after it, with a whole timeout of its own; or would not be answered at all."""
+    road = Road(stoppable.url, tmp_path)
+    ledger = Gateway(road.url, command_s=10.0).shared  # not run: nothing else is under way
+    async with road.open():
+        await ledger.refresh({"b"})
+        road.is_blocked = True
+        account, loop = ledger._account("b"), asyncio.get_running_loop()
+        first = loop.create_task(ledger.refresh({"b"}))
+        await road.wait_for(1)
+        again: Coroutine[Any, Any, object] = (
+            ledger.acquire("b", CLAIM, LIMITS) if behind == "a claim" else ledger.refresh({"b"})
+        )
+        second = loop.create_task(again)
+        while not account.asked and not account.told:
+            await anyio.lowlevel.checkpoint()
+        await road.blocked[0].aclose()
+
+        _, left = await asyncio.wait([first, second], timeout=WITHIN_S)  # no scope could end them
+        for task in left:
+            task.cancel()
+        assert not left
+        assert isinstance(first.exception(), StoreAway)
+        assert second.exception() is first.exception()
+        road.is_blocked = False
+        assert isinstance(await ledger.acquire("b", CLAIM, LIMITS), Slot)
+        await ledger.aclose()
 
 
 async def test_nothing_is_asked_of_a_server_that_has_not_answered(

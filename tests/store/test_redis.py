@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 from support.redis_server import RedisServer, own_server
 
 from gateway.core.decision import Exclusion
+from gateway.core.facts import Facts
 from gateway.core.load import NO_LOAD, UNLIMITED, Load
 from gateway.ports import Slot
 from gateway.store.connections import StoreAway
@@ -398,6 +399,9 @@ async def test_who_was_refused_for_a_task_that_is_cancelled_is_told_of_the_room(
 
     assert await stays is Exclusion.AT_KNEE
     assert freed == ["b"]
+    with anyio.fail_after(WITHIN_S):  # the server hears of it, too, without a further request
+        while await store.sums() != NO_LOAD:
+            pass
     assert isinstance(await ledger.acquire("b", CLAIM, limits), Slot)
 
 
@@ -685,6 +689,53 @@ async def test_what_was_done_alone_is_told_by_the_next_synchronisation(
     await ledger.release_alone(slot)
     await ledger.sync()
     assert await store.sums() == Load()
+
+
+async def test_a_synchronisation_that_began_before_there_was_news_of_the_server_does_not_count(
+    store: Store, connect: Connect
+) -> None:
+    """What it did not cover may have failed meanwhile."""
+    ledger, began, counted = connect(store, **NO_LOOKS), 0, list[int]()
+
+    def begin() -> Facts:
+        nonlocal began
+        began += 1
+        if began == 1:
+            ledger.resync()
+        return Facts()
+
+    ledger.exchange.join(begin, lambda facts: None)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ledger.run, lambda failure: counted.append(began))
+        with anyio.fail_after(WITHIN_S):
+            while not counted:
+                await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+    assert counted[0] > 1
+
+
+async def test_who_begins_or_ceases_to_hear_messages_looks_at_once_for_what_it_missed(
+    store: Store, connect: Connect
+) -> None:
+    ledger, began = connect(store, **NO_LOOKS), 0
+
+    def begin() -> Facts:
+        nonlocal began
+        began += 1
+        return Facts()
+
+    async def has_begun(times: int) -> None:
+        with anyio.fail_after(WITHIN_S):
+            while began < times:
+                await anyio.lowlevel.checkpoint()
+
+    ledger.exchange.join(begin, lambda facts: None)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ledger.run)
+        await has_begun(2)
+        await store.redis.client_kill_filter(_type="pubsub")
+        await has_begun(3)
+        tasks.cancel_scope.cancel()
 
 
 async def test_scripts_are_loaded_again_after_the_server_forgot_them(store: Store, connect: Connect) -> None:
