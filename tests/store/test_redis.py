@@ -293,6 +293,14 @@ async def test_a_command_that_comes_after_the_account_expired_takes_nothing(
     assert await store.sums() == CLAIM  # until somebody looks
 
 
+async def test_an_account_that_has_expired_is_not_known(store: Store, leases: Leases) -> None:
+    """Others may have had its slots meanwhile; who hears of it reports all that it holds."""
+    await leases.settle("b", ordered(1, CLAIM))
+    await store.expire("me")
+    assert not (await leases.settle("b", ordered(2, CLAIM))).is_known
+    assert (await leases.settle("b", ordered(3, CLAIM))).is_known
+
+
 async def test_what_was_not_told_is_told_by_the_next_command(store: Store, leases: Leases) -> None:
     await leases.settle("b", ordered(1, used=CLAIM))
 
