@@ -16,7 +16,6 @@ from gateway.core.admission import COUNTERS
 from gateway.core.decision import Exclusion
 from gateway.core.load import UNLIMITED, Load
 from gateway.ports import Slot
-from gateway.store.connections import StoreAway
 from gateway.store.leases import Leases, Order
 from gateway.store.redis import PLACED_MAX, RedisLedger
 from gateway.store.wire import packed
