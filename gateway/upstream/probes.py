@@ -215,7 +215,7 @@ class Prober:
     def attempts(self) -> Mapping[str, Attempts]:
         """See `ports.SharedHealth.attempts`."""
         return {
-            name: Attempts(status.served + self._served.get(name, 0), status.failed)
+            name: Attempts(self._answered(name), status.failed)
             for name, status in self._statuses.items()
             if status.served or status.failed or name in self._served
         }
