@@ -579,6 +579,9 @@ class JobStore(Protocol):
     async def load(self, job_id: str) -> Job | None:
         """Return a whole job: like `get`, with body and facts."""
 
+    async def facts(self, job_id: str) -> bytes | None:
+        """Return the facts of a job without its body, which may be megabytes; None if it is gone."""
+
     async def chunks(self, job_id: str, start: int = 0, limit: int = 1000) -> Sequence[Chunk]:
         """Return up to `limit` chunks of a job's answer, from number `start` on."""
 

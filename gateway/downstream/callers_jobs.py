@@ -3,6 +3,7 @@
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -84,15 +85,21 @@ class CallersJobs:
 
     async def answer(self, job: Job) -> bytes:
         """Return the chat completion of a successful job."""
-        job = await self._loaded(job)
+        found = await self._jobs.load(job.id)
+        if found is None:
+            raise gone(job.id)
+        job = found
         async with self._turn(job, 0):
             chunks = await self._chunks_of_final(job)
             return await decoded(len(job.new.body) + size_of(chunks), partial(whole, job, chunks))
 
     async def facts(self, job: Job) -> JobFacts:
         """Return the facts of a job."""
-        job = await self._loaded(job)
-        return await decoded(len(job.new.facts), partial(JobFacts.of, job))
+        facts = await self._jobs.facts(job.id)
+        if facts is None:
+            raise gone(job.id)
+        job = replace(job, new=replace(job.new, facts=facts))
+        return await decoded(len(facts), partial(JobFacts.of, job))
 
     async def response(self, job: Job, facts: JobFacts | None = None) -> dict[str, Any]:
         """Return the current response object of a job. `facts`: its facts, if they are known."""
@@ -270,12 +277,6 @@ class CallersJobs:
 
     async def _again(self, job: Job) -> Job:
         found = await self._jobs.get(job.id)
-        if found is None:
-            raise gone(job.id)
-        return found
-
-    async def _loaded(self, job: Job) -> Job:
-        found = await self._jobs.load(job.id)
         if found is None:
             raise gone(job.id)
         return found

@@ -156,6 +156,12 @@ class RedisJobs(JobScripts):
         """See `ports.JobStore.load`."""
         return _job_or_none(await self._run("load", job_id))
 
+    async def facts(self, job_id: str) -> bytes | None:
+        """See `ports.JobStore.facts`."""
+        command = partial(self._connections.redis.hget, self._key("job", job_id), "facts")
+        facts: bytes | None = await self._connections.answer("facts", command)
+        return facts
+
     async def chunks(self, job_id: str, start: int = 0, limit: int = 1000) -> Sequence[Chunk]:
         """See `ports.JobStore.chunks`."""
         xrange = self._connections.redis.xrange

@@ -96,7 +96,9 @@ async def test_what_was_handed_over_comes_back(jobs: Jobs, new: NewJob) -> None:
     assert accepted == replace(whole, new=replace(new, body=b"", facts=b""))
     assert await jobs.get("a") == accepted
     assert await jobs.load("a") == whole
+    assert await jobs.facts("a") == new.facts
     assert await jobs.get("b") is await jobs.load("b") is None
+    assert await jobs.facts("b") is None
 
 
 async def test_repeating_a_submission_changes_nothing(world: JobWorld, jobs: Jobs) -> None:
