@@ -25,6 +25,7 @@ async def run(
     Those of one of the `boxes` share a memory, and the first of them has it. `announce` is called with the
     URLs of all, and those at which the boxes take orders, once they accept connections.
     """
+    interval = max(1, round(speed))  # as many events per second of the clock as engines in real time send
     async with AsyncExitStack() as servers:
         urls: dict[str, str] = {}
         for seed, (name, profile) in enumerate(profiles.items()):
@@ -33,13 +34,18 @@ async def run(
                 speed=speed,
                 seed=seed,
                 answer_tokens=ANSWER_TOKENS,
+                stream_interval=interval,
                 prompt_tokens_details=True,
             )
             urls[name] = await servers.enter_async_context(simulator.running(options))
         for box, members in boxes.items():
             models = {
                 name: simulator.SimulatorOptions(
-                    profile=of_box(profile), speed=speed, answer_tokens=ANSWER_TOKENS, boot_s=BOOT_S
+                    profile=of_box(profile),
+                    speed=speed,
+                    answer_tokens=ANSWER_TOKENS,
+                    stream_interval=interval,
+                    boot_s=BOOT_S,
                 )
                 for name, profile in members.items()
             }

@@ -42,7 +42,7 @@ class Exchange:
         stage: How far it is.
         status, code: HTTP status and error code.
         request_id, traffic_class, pool, backend, prompt_tokens: What the response headers say.
-        output_tokens: Tokens generated; while it streams, the events that brought some.
+        output_tokens: Tokens generated; of a stream, so far.
         text: The answer so far; the thought, while there is nothing else.
         problem: What went wrong, in words.
         why: The gateway's reason, once the operators' view has told it.

@@ -3,6 +3,7 @@
 Routes ask the surrounding `Simulator` for its engine each time: it is replaced on a restart.
 """
 
+import math
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -408,6 +409,8 @@ class _Generation:
     async def _in_one_piece(self) -> None:
         exchange, answer = self._exchange, self._answer
         await self._first_token()
+        for seat in answer.seats:
+            seat.due = math.inf
         while not answer.is_finished and self._fault is None:
             if answer.has_left:
                 return

@@ -9,7 +9,13 @@ import rich_click as click
 from gateway.commands import Number, fail
 from gateway.exiting import USAGE
 from gateway.simulator.box_options import BOOT_S, Boot, BoxOptions, profile
-from gateway.simulator.command import answer_tokens_option, host_option, speed_option, thought_tokens_option
+from gateway.simulator.command import (
+    answer_tokens_option,
+    host_option,
+    speed_option,
+    stream_interval_option,
+    thought_tokens_option,
+)
 from gateway.simulator.options import SimulatorOptions
 from gateway.tcp import PORT_MAX
 
@@ -76,6 +82,7 @@ def _seconds_option(name: str, default: float, help: str) -> Callable[[Command],
 )
 @answer_tokens_option
 @thought_tokens_option
+@stream_interval_option
 def simulate_box(
     port: int,
     host: str,
@@ -93,6 +100,7 @@ def simulate_box(
     seed: int,
     answer_tokens: int,
     thought_tokens: int,
+    stream_interval: int,
 ) -> None:
     """Run a simulated box until SIGTERM: two or more models, and memory for one at a time.
 
@@ -125,6 +133,7 @@ def simulate_box(
             seed=seed,
             answer_tokens=answer_tokens,
             thought_tokens=thought_tokens,
+            stream_interval=stream_interval,
             sleep_mode=sleep_mode,
             sleep_s=sleep_s,
             wake_s=wake_s,

@@ -300,7 +300,7 @@ def _delivery(members: Members, options: SimulatorOptions, *, is_chat: bool) -> 
         stream=members.boolean("stream"),
         include_usage=bool(stream_options.get("include_usage")),
         continuous_usage=bool(stream_options.get("continuous_usage_stats")),
-        interval=max(1, members.integer("stream_interval") or 1),
+        interval=max(1, members.integer("stream_interval") or options.stream_interval),
         with_reasoning=members.boolean("include_reasoning", True),
         with_ids=members.boolean("return_token_ids"),
         with_prompt_text=members.boolean("return_prompt_text"),

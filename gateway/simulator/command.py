@@ -31,6 +31,13 @@ thought_tokens_option = click.option(
     type=click.IntRange(min=1),
     help="Median length of the reasoning before it.",
 )
+stream_interval_option = click.option(
+    "--stream-interval",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Tokens per event of a stream, from the second event on.",
+)
 
 
 def _boot(text: str) -> float | None:
@@ -108,6 +115,7 @@ def _list_profiles(context: click.Context, _: click.Parameter, profile: str) -> 
     is_flag=True,
     help="Say in `usage` how much of a prompt was cached.",
 )
+@stream_interval_option
 @click.option(
     "--shutdown-timeout",
     default=0.0,
@@ -145,6 +153,7 @@ def simulate(
     max_num_queued_reqs: int | None,
     prefix_caching: bool,
     prompt_tokens_details: bool,
+    stream_interval: int,
     shutdown_timeout: float,
     answer_tokens: int,
     thought_tokens: int,
@@ -185,6 +194,7 @@ def simulate(
         quirks=frozenset(Quirk(quirk) for quirk in quirks),
         prefix_caching=prefix_caching,
         prompt_tokens_details=prompt_tokens_details,
+        stream_interval=stream_interval,
     )
 
     def ready(url: str) -> None:

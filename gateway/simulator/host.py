@@ -41,6 +41,7 @@ class Seat:
         answer: The answer it belongs to.
         arrived, started, first, last: When it arrived, left the queue, and got its first and latest token.
         gained: Number of tokens produced so far.
+        due: The number at which whoever writes the answer has something to write.
         finish: Why it ended, once it has; "abort" if it was cut off.
         preemptions: How often it was preempted.
         cached_tokens: How many tokens of its prompt were in the prefix cache.
@@ -53,6 +54,7 @@ class Seat:
     answer: "Answer"
     arrived: float
     gained: int = 0
+    due: float = 1
     finish: str | None = None
     started: float | None = None
     first: float = 0.0
@@ -306,13 +308,15 @@ class EngineHost:
             seat.gained += tokens
             seat.last = now
             tally.generation_tokens += tokens
-            seat.answer.wake()
+            if seat.gained >= seat.due:
+                seat.answer.wake()
         for last, count in since.items():
             tally.observe("inter_token_latency_seconds", now - last, count)
         unread = 0  # it ended normally, just before the disconnect would have aborted it
         for number in result.finished:
             seat = self._seats.pop(number)
             seat.finish = seat.script.finish_reason
+            seat.answer.wake()
             unread += seat.answer.was_left()
             self._note_finished(seat, now)
         if result.finished:

@@ -81,6 +81,7 @@ class SimulatorOptions:
         fault: Order it starts with.
         quirks: Misbehaviour to show.
         prefix_caching: Whether it computes what prompts have in common once.
+        stream_interval: Tokens per event of a stream, from the second event on; a request may say otherwise.
         prompt_tokens_details: Whether usage says how much of a prompt was cached.
         sleep_mode: Whether it has vLLM's routes for sleep, as in development mode with sleep enabled.
         sleep_s: How long it takes to fall asleep; a guess.
@@ -103,6 +104,7 @@ class SimulatorOptions:
     fault: FaultOrder | None = None
     quirks: frozenset[Quirk] = frozenset()
     prefix_caching: bool = True
+    stream_interval: int = 1
     prompt_tokens_details: bool = False
     sleep_mode: bool = False
     sleep_s: float = 2.0

@@ -83,6 +83,7 @@ class StreamWriter:
                 continue
             yield from self._write(index, seat, sent, ended)
             sent.tokens = seat.gained
+            seat.due = seat.gained + self._delivery.interval
 
     def aborted(self) -> Iterator[bytes]:
         """Yield an event for every choice that has not ended, saying that it was cut off."""

@@ -2,11 +2,15 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
+from support import clients
 from support.engine_wire import masked, post
+
+from gateway.simulator import SimulatorOptions, simulator
 
 Chat = Callable[..., dict[str, Any]]
 Events = Callable[[str], list[Any]]
@@ -188,8 +192,15 @@ async def test_several_prompts_and_choices_of_a_completion(client: httpx.AsyncCl
     assert answer["usage"]["completion_tokens"] == 12
 
 
-async def test_stream_interval_merges_tokens(client: httpx.AsyncClient, chat: Chat, events: Events) -> None:
-    found = events((await post(client, chat(max_tokens=40, stream=True, stream_interval=10))).text)
+@pytest.mark.parametrize(("everywhere", "asked"), [(1, {"stream_interval": 10}), (10, {})])
+async def test_stream_interval_merges_tokens(
+    options: SimulatorOptions, chat: Chat, events: Events, everywhere: int, asked: dict[str, int]
+) -> None:
+    async with (
+        simulator(replace(options, stream_interval=everywhere)) as server,
+        clients.http(base_url=server.url) as client,
+    ):
+        found = events((await post(client, chat(max_tokens=40, stream=True, **asked))).text)
 
     assert len(found) <= 1 + 1 + 4 + 1
 
