@@ -397,7 +397,7 @@ class Worker:
         if stored is not None and self._rules.continues:
             spent_tokens = await self._tokens_of(stored.thought + stored.content)
             further = partial(continuation, job.new.body, stored, spent_tokens)
-            body = await decoded(job.new.size_bytes, further)
+            body = await decoded(job.new.size_bytes + len(stored.content), further)
         if body is not None:
             chunks, failure = await self._relay(claim, body, restarts=False)
             if not isinstance(failure, CallerError):
@@ -429,7 +429,7 @@ class Worker:
         writer = AnswerWriter(self._store, job, restarts=restarts, on_start=begun)
         failure: GatewayError | None = None
         try:
-            incoming = await decoded(job.new.size_bytes, partial(self._read, job, body))
+            incoming = await decoded(len(body) + len(job.new.facts), partial(self._read, job, body))
         except GatewayError as error:
             return writer.chunks, error
         claim.is_awaited = incoming.arrival.is_awaited

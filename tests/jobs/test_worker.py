@@ -5,6 +5,7 @@ import json
 import logging
 import secrets
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
@@ -46,7 +47,7 @@ from gateway.core.errors import (
     UpstreamLost,
     UpstreamUnreachable,
 )
-from gateway.core.job_answers import answer_so_far
+from gateway.core.job_answers import answer_so_far, continuation
 from gateway.core.jobs import (
     AfterRefusal,
     AttemptEnd,
@@ -63,6 +64,7 @@ from gateway.jobs.worker import READS_AT_ONCE, UNPROVEN_ATTEMPTS, Worker, Worker
 from gateway.pipeline import CallerStalled
 from gateway.ports import Downstream, Incoming
 from gateway.store.jobs import RedisJobs
+from gateway.threads import INLINE_BYTES
 
 T = TypeVar("T")
 WITHIN_S = 20.0
@@ -1482,6 +1484,31 @@ async def test_what_an_answer_has_thought_counts_as_part_of_its_length(world: Jo
     async with working(store, backend):
         assert (await ended(store, "a")).status is JobStatus.COMPLETED
     assert [asked.body["max_completion_tokens"] for asked in backend.asked] == [14]
+
+
+async def test_a_long_answer_is_continued_beside_the_event_loop_however_short_its_request(
+    world: JobWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, threads = threading.get_ident(), list[tuple[str, bool]]()
+
+    def continued(*args: Any) -> bytes | None:
+        threads.append(("continued", threading.get_ident() == own))
+        return continuation(*args)
+
+    def reads(job: Job, body: bytes) -> Incoming:
+        threads.append(("read", threading.get_ident() == own))
+        return read(job, body)
+
+    monkeypatch.setattr("gateway.jobs.worker.continuation", continued)
+    store = world.open()
+    for id, text in (("short", WORDS[0]), ("long", "x" * INLINE_BYTES + " " + WORDS[0])):
+        await submit(store, id)
+        job = await world.claim(store, "gone")
+        await store.append(job.id, job.claim, Chunk(0, job.attempt, event(content=text)))
+        await world.lose_worker_of(id)
+        async with working(store, Backend(), reads=reads):
+            assert (await ended(store, id)).status is JobStatus.COMPLETED
+    assert threads == [("continued", True), ("read", True), ("continued", False), ("read", False)]
 
 
 # ------------------------------------------------------------------ what is told of attempts
