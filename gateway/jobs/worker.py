@@ -417,6 +417,7 @@ class Worker:
             JobLost: this worker no longer holds the job.
         """
         job = claim.job
+        claim.is_admitted = False  # a request before it, of the same attempt, may have been
 
         def admitted(is_admitted: bool) -> None:
             claim.is_admitted = is_admitted

@@ -1396,6 +1396,37 @@ async def test_an_answer_whose_continuation_is_refused_begins_anew(
     assert await content(store, "a") == ANSWER
 
 
+async def test_an_answer_that_begins_anew_waits_for_a_slot_again(world: JobWorld) -> None:
+    held, is_waiting = Held(WITHOUT_SLOT), anyio.Event()
+
+    async def before(asked: Asked, number: int) -> None:
+        if asked.job.id == "b":
+            return
+        if asked.so_far and number > WITHOUT_SLOT:
+            raise BackendRejected("It cannot continue.", status=400, code="wrong")
+        if not asked.so_far and number == WITHOUT_SLOT:
+            is_waiting.set()
+            await held(asked, number)
+
+    store, rules = world.open(), replace(RULES, ahead_max=1)
+    await submit(store, "a")
+    job = await world.claim(store, "gone")
+    await store.append(job.id, job.claim, Chunk(0, job.attempt, event(content=WORDS[0])))
+    await world.lose_worker_of("a")
+    async with working(store, Backend(before), rules=rules):
+        with anyio.fail_after(WITHIN_S):
+            await is_waiting.wait()
+        await submit(store, "b")
+        for _ in range(100):  # the worker could take it by then
+            await store.queue()
+        await store.waiting(3 * RULES.look_s)
+        assert [lane.queued for lane in (await store.queue()).lanes] == [1]
+        held.go()
+        for id in "ab":
+            assert (await ended(store, id)).status is JobStatus.COMPLETED
+    assert await content(store, "a") == ANSWER
+
+
 async def test_a_continuation_may_be_as_long_as_the_answer_has_tokens_left(world: JobWorld) -> None:
     store, backend = world.open(), Backend(failing(StreamBroken("It broke."), 1, 3))
     body = json.dumps({**json.loads(BODY), "max_tokens": 20}).encode()
