@@ -44,7 +44,7 @@ from gateway.events import about
 from gateway.jobs.answer_writer import AGAIN_S
 from gateway.ports import BatchStore, FileStore, JobStore
 from gateway.tasks import TasksBeside
-from gateway.threads import decoded
+from gateway.threads import INLINE_BYTES, decoded
 
 log = logging.getLogger("gateway.jobs")
 
@@ -54,7 +54,8 @@ RELEASE_S = 5.0
 
 WRITTEN_MAX = 32_768
 """Maximum bytes of result lines written at once. A choice: a line of a cancelled batch takes 200, and 40 us
-to read and answer, while the event loop stands still."""
+to read and answer, while the event loop stands still. Long lines, which take longer to read, are fewer: not
+many more bytes than those of one that is read on the event loop."""
 
 RENEW_S = 3.0
 """Interval for renewing the lease on a batch, apart from each step that does. A choice: a third of the lease
@@ -349,10 +350,11 @@ class BatchRunner:
         """Write error lines for the next lines, which will not run. Return whether there were any."""
         claim = lines.claim
         written: list[bytes] = []
-        size, number, end = 0, 0, 0
-        while size < WRITTEN_MAX and (line := await lines.peek()) is not None:
+        read, size, number, end = 0, 0, 0, 0
+        while read < INLINE_BYTES and size < WRITTEN_MAX and (line := await lines.peek()) is not None:
             number, end = line.number, lines.end
             written.append(_unanswered(claim.batch, snapshot, line, None))
+            read += len(line.body)
             size += len(written[-1])
             lines.go_on()
         if written:

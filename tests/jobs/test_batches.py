@@ -636,8 +636,11 @@ async def test_a_cancelled_batch_says_of_every_line_what_became_of_it(world: Bat
     assert await world.jobs.find() == []
 
 
+@pytest.mark.parametrize(
+    ("pad", "total", "most"), [("", 1500, 250), ("x" * 20_000, 20, 4)], ids=["short", "long"]
+)
 async def test_few_lines_of_a_cancelled_batch_are_answered_in_one_go(
-    world: BatchWorld, monkeypatch: pytest.MonkeyPatch
+    world: BatchWorld, monkeypatch: pytest.MonkeyPatch, pad: str, total: int, most: int
 ) -> None:
     counts: list[int] = []
     write = RedisBatches.write
@@ -649,14 +652,14 @@ async def test_few_lines_of_a_cancelled_batch_are_answered_in_one_go(
         await write(self, claim, number, offset, count, data)
 
     monkeypatch.setattr(RedisBatches, "write", noted)
-    await make(world, jsonl(1500))
+    await make(world, jsonl(total, pad=pad))
     async with running(world):
-        await until(world, lambda batch: batch.total == 1500)
+        await until(world, lambda batch: batch.total == total)
         await world.open().cancel("batch_1")
         batch = await ended(world)
 
-    assert batch.failed == 1500
-    assert max(counts) <= 250  # the event loop stands still meanwhile
+    assert batch.failed == total
+    assert max(counts) <= most  # the event loop stands still meanwhile
 
 
 async def test_one_batch_is_validated_at_a_time(world: BatchWorld, monkeypatch: pytest.MonkeyPatch) -> None:
