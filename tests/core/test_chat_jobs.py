@@ -101,6 +101,12 @@ def test_every_choice_is_in_it() -> None:
     ]
 
 
+def test_one_of_many_choices_is_in_it() -> None:
+    answer = json.loads(whole(job(n=200), chunks(event(199, "stop", content="B") + DONE)))
+
+    assert [(one["index"], one["message"]["content"]) for one in answer["choices"]] == [(199, "B")]
+
+
 # ------------------------------------------------------------------ a stream
 
 
@@ -126,6 +132,29 @@ def test_a_word_that_comes_with_usage_is_told_whether_usage_was_asked_for_or_not
     assert deltas(ChatReplay(job(), include_usage=False).tell(chunks(said))) == [{"content": "A"}]
 
 
+def test_what_has_no_words_is_told_unless_it_is_usage() -> None:
+    other = frame(choices=[], prompt_filter_results=[]), frame(choices=None, usage=None)
+    end = frame(choices=[{"index": None, "delta": None, "finish_reason": "stop"}])
+    stored = chunks(event(role="assistant"), *other, usage(), end)
+
+    told = ChatReplay(job(), include_usage=False).tell(stored)
+
+    shown = [json.loads(one.removeprefix("data: ")) for one in told.decode().split("\n\n")[:-1]]
+    assert [bool(one["choices"]) for one in shown] == [True, False, False, True]
+    assert shown[1]["prompt_filter_results"] == []
+    assert shown[-1]["choices"] == [{"index": None, "delta": None, "finish_reason": "stop"}]
+
+
+def test_a_choice_without_a_number_is_the_first() -> None:
+    first = frame(choices=[{"delta": {"role": "assistant"}}])
+    said = first + event(role="assistant", content="A")
+
+    assert deltas(ChatReplay(job(), include_usage=False).tell(chunks(said))) == [
+        {"role": "assistant"},
+        {"content": "A"},
+    ]
+
+
 def test_of_several_choices_each_says_its_role() -> None:
     said = event(0, role="assistant") + event(1, role="assistant") + event(1, role="assistant", content="B")
 
@@ -134,6 +163,17 @@ def test_of_several_choices_each_says_its_role() -> None:
         {"role": "assistant"},
         {"content": "B"},
     ]
+
+
+def test_a_stream_that_has_spoken_has_so_whatever_it_told_last() -> None:
+    replay = ChatReplay(job(), include_usage=False)
+    said, silence = chunks(event(content="It is 41"), b": keep-alive\n\n")
+
+    assert replay.tell([said]) != b""
+    assert (replay.tell([silence]), replay.last) == (b"", silence)
+    assert (replay.tell([]), replay.last, replay.has_spoken) == (b"", silence, True)
+    assert replay.tell(chunks(event(content="42"), restarts=0)) == b""
+    assert replay.is_broken
 
 
 def test_an_answer_that_begins_anew_breaks_a_stream_that_has_spoken() -> None:
@@ -203,5 +243,8 @@ def test_other_ends() -> None:
 
     assert isinstance(cancelled, GatewayError)
     assert (cancelled.status, cancelled.code) == (410, "job_cancelled")
+    unknown = failure(job(JobStatus.FAILED))
+    assert isinstance(unknown, GatewayError)
+    assert (unknown.status, unknown.code) == (500, "internal_error")
     for status in (JobStatus.COMPLETED, JobStatus.INCOMPLETE, JobStatus.QUEUED, JobStatus.IN_PROGRESS):
         assert failure(job(status)) is None

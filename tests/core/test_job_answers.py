@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 
-from gateway.core.job_answers import INVALID_EVENT, answer_so_far, choices, continuation, current
+from gateway.core.job_answers import (
+    CHOICES_MAX,
+    INVALID_EVENT,
+    answer_so_far,
+    choices,
+    continuation,
+    current,
+)
 from gateway.core.jobs import Chunk, JobStatus
 from gateway.core.sse import CALLS_MAX
 
@@ -53,6 +60,22 @@ def test_what_an_engine_may_leave_out_or_name_otherwise_is_no_fault() -> None:
     answer = answer_so_far(stored)
 
     assert (answer.thought, answer.finish_reason) == ("Hm.", "stop")
+
+
+def test_what_an_engine_may_write_as_nothing_is_no_fault() -> None:
+    said = [
+        b'data: {"choices": null}\n\n',
+        b"data:\n\n",
+        b'data: {"choices": [{"index": null, "delta": null, "finish_reason": null}]}\n\n',
+        b'data: {"choices": [{"index": null, "delta": {"content": null, "reasoning": null}}]}\n\n',
+        event(content="It is 42."),
+        b'data: {"choices": [{"index": null, "delta": {}, "finish_reason": "stop"}]}\n\n' + event("stop"),
+    ]
+
+    answer = answer_so_far(chunks(*said))
+
+    assert (answer.content, answer.thought, answer.finish_reason) == ("It is 42.", "", "stop")
+    assert answer_so_far(chunks(*said), choices=2).finish_reason is None  # both ends were of the same choice
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
@@ -142,7 +165,9 @@ def test_what_cannot_be_continued_starts_anew(request_: dict[str, Any], data: by
     assert went_on(request_, data) is None
 
 
-@pytest.mark.parametrize("asked", [{"response_format": {"type": "text"}}, {"n": 1}, {"n": None}])
+@pytest.mark.parametrize(
+    "asked", [{"response_format": {"type": "text"}}, {"n": 1}, {"n": None}, {"max_tokens": None}]
+)
 def test_what_changes_nothing_may_be_asked_for_by_name(asked: dict[str, Any]) -> None:
     assert went_on({**REQUEST, **asked}, event(content="a")) is not None
 
@@ -157,6 +182,7 @@ def test_an_answer_with_several_choices_is_over_when_all_of_them_are() -> None:
     assert answer_so_far(chunks(some), choices=2).finish_reason is None
     assert answer_so_far(chunks(some, rest), choices=2).status is JobStatus.INCOMPLETE
     assert answer_so_far(chunks(rest, rest), choices=2).finish_reason is None
+    assert answer_so_far(chunks(some, rest), choices=1).status is JobStatus.INCOMPLETE
 
 
 @pytest.mark.parametrize(("n", "expected"), [(None, 1), (1, 1), (3, 3), (2.0, 2), (0, 1), ("2", 1)])
@@ -164,8 +190,15 @@ def test_how_many_choices_a_request_has(n: object, expected: int) -> None:
     assert choices(json.dumps({"n": n}).encode()) == expected
 
 
-def test_more_calls_than_are_credible_make_an_event_invalid() -> None:
-    stored = chunks(event(tool_calls=[{"index": CALLS_MAX, "function": {"name": "f"}}]) + event("stop"))
-
+@pytest.mark.parametrize(
+    "bad",
+    [
+        event(tool_calls=[{"index": CALLS_MAX, "function": {"name": "f"}}]),
+        b'data: {"choices": [{"index": %d, "delta": {"content": "x"}}]}\n\n' % CHOICES_MAX,
+        b'data: {"choices": [{"delta": {"content": "x"}, "more": %b%b}]}\n\n' % (b"[" * 9999, b"]" * 9999),
+    ],
+    ids=["calls", "choices", "nested"],
+)
+def test_more_than_is_credible_makes_an_event_invalid(bad: bytes) -> None:
     with pytest.raises(INVALID_EVENT):
-        answer_so_far(stored)
+        answer_so_far(chunks(bad + event("stop")))
