@@ -7,7 +7,6 @@ has answered the request, or at the request's end.
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from hashlib import blake2b
 
 from gateway.core.backends import Backend
 from gateway.core.blame import IN_A_ROW, PAUSE_S, REPEATED_S, Blame, Doubts
@@ -79,7 +78,7 @@ class Failures:
             self._fleet.report(backend.id, attempt.outcome, attempt.detail, attempt.started_at)
             return
         context.unreported.append(attempt)
-        if self.doubts.failed(backend, _digest(context), self._clock.now()):
+        if self.doubts.failed(backend, context.digest, self._clock.now()):
             for ends_s in (PAUSE_S, REPEATED_S):  # of its pause, and of the doubt
                 asyncio.get_running_loop().call_later(ends_s + EARLY_S, self._look)
 
@@ -155,9 +154,4 @@ class Failures:
     def _is_repeated(self, context: RequestContext, attempt: AttemptRecord) -> bool:
         if attempt.outcome is not Outcome.FAILED:
             return False
-        return not self._blame.count(attempt.backend, _digest(context), self._clock.now())
-
-
-def _digest(context: RequestContext) -> bytes:
-    """Return what tells a request from others, and is the same if a caller repeats it."""
-    return blake2b(context.incoming.body_for(""), digest_size=16).digest()
+        return not self._blame.count(attempt.backend, context.digest, self._clock.now())

@@ -1,6 +1,8 @@
 """The state of one request on its way through the pipeline."""
 
 from collections.abc import Awaitable, Callable
+from functools import cached_property
+from hashlib import blake2b
 
 from gateway.core.decision import Candidate, Decision
 from gateway.core.policy import Policy
@@ -82,6 +84,14 @@ class RequestContext:
     def tries(self) -> int:
         """How many attempts count against the most that a request may have."""
         return len(self.attempts) - self.refusals
+
+    @cached_property
+    def digest(self) -> bytes:
+        """What tells the request from others, and is the same if a caller repeats it.
+
+        Computed once, if ever: that takes 90 ms for a body of 32 MB, in which every stream stands still.
+        """
+        return blake2b(self.incoming.body_for(""), digest_size=16).digest()
 
     def admitted(self, at: float) -> None:
         """Note that the request was given a slot at `at` (monotonic seconds)."""

@@ -67,7 +67,7 @@ from gateway.core.health import (
 from gateway.core.load import Demand, Load
 from gateway.core.policy import Bound, Comparison, Policy, RetryPolicy, TrafficClass, Waiting, When
 from gateway.core.refusals import REFUSED_S
-from gateway.core.request import Endpoint, Estimate, Prompt, Request, Turn
+from gateway.core.request import NO_CHANGES, Changes, Endpoint, Estimate, Prompt, Request, Turn
 from gateway.core.usage import Ending, Usage
 from gateway.pipeline import CallerStalled, failures
 from gateway.ports import Arrival, Slot, StreamTransform, Target, UpstreamResponse
@@ -479,6 +479,23 @@ async def test_where_only_one_could_be_asked_a_failing_request_counts_once_howev
             await world.run(world.request(), members={"user": text})
 
     assert [outcome for _, outcome in world.fleet.reports] == counted
+
+
+async def test_what_tells_a_request_from_others_is_computed_once(world: World) -> None:
+    """It takes long for a long body, while every stream stands still."""
+    assembled: list[str] = []
+
+    class Noted(Incoming):
+        def body_for(self, served_model: str, changes: Changes = NO_CHANGES) -> bytes:
+            assembled.append(served_model)
+            return super().body_for(served_model, changes)
+
+    world.fleet.known |= {name: BackendStatus(state=State.DOWN) for name in ("light-1", "push")}
+    world.answers(light_0=Script(status=500))
+    with pytest.raises(UpstreamFailed):
+        await world.pipeline.run(Noted(world.request()), Caller())
+
+    assert assembled == ["served", ""]
 
 
 async def test_a_failure_is_held_against_a_backend_as_soon_as_another_answers(world: World) -> None:
