@@ -17,10 +17,11 @@ from gateway.core.load import Load
 from gateway.core.policy import TrafficClass, Waiting, WhenLate
 from gateway.core.usage import Ending
 from gateway.core.waiting import MISS_PAUSE_S
+from gateway.pipeline import waiting_room
 from gateway.pipeline.waiting_room import REDECIDED_TOGETHER
 from gateway.ports import Arrival, Slot
 from gateway.store.embedded import temporary_folder, valkey_in
-from gateway.store.memory import MemoryLedger
+from gateway.store.memory import MemoryLedger, OnFreed
 from gateway.store.redis import RedisLedger
 
 
@@ -99,6 +100,25 @@ class Asked(FarAway):
         return await super().acquire(backend_id, claim, limits)
 
 
+class TellsNobody(FarAway):
+    """Says of no place that it is free again."""
+
+    def on_freed(self, callback: OnFreed) -> None:
+        pass
+
+
+class LateToRelease(FarAway):
+    """Answers nobody who gives a place back before it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_answer = anyio.Event()
+
+    async def release(self, slot: Slot) -> None:
+        await self.may_answer.wait()
+        await super().release(slot)
+
+
 class GrantedTooLate(FarAway):
     """Grants a place just as its caller leaves or so long after it, and takes it back only after a while."""
 
@@ -131,6 +151,9 @@ class Noted(FarAway):
 
     async def acquire(self, backend_id: str, claim: Load, limits: Load) -> Slot | Exclusion:
         return Exclusion.AT_KNEE
+
+    async def refresh(self, backends: Collection[str]) -> None:
+        await anyio.lowlevel.checkpoint()
 
     def waits(self, backends: Collection[str]) -> None:
         self.waited_for.append(backends)
@@ -205,6 +228,39 @@ def filled(world: World, gate: anyio.Event) -> None:
 async def ask(world: World, number: int, key: str) -> None:
     arrival = Arrival(f"req-{number}", 1_000_000.0, world.clock.now())
     await world.run(world.request(key=key), Caller(), arrival=arrival)
+
+
+async def test_who_waits_starts_when_a_request_ends_though_the_ledger_does_not_say_so() -> None:
+    world, gate = World(TellsNobody()), anyio.Event()
+    filled(world, gate)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.pipeline.room.run)
+        for number in range(5):
+            tasks.start_soon(ask, world, number, "a")
+            await anyio.wait_all_tasks_blocked()
+        gate.set()
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+
+    assert [record.id for record in world.notes.requests][:2] == ["req-0", "req-4"]
+    assert [record.ending for record in world.notes.requests][:2] == [Ending.COMPLETED] * 2
+
+
+async def test_a_ledger_that_does_not_answer_holds_no_request_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting_room, "RELEASE_S", 0.01)
+    ledger = LateToRelease()
+    world = World(ledger)
+    world.answers(light_0=Script([ROLE + HELLO, STOP, DONE]))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(arrive, world, 1)
+        try:
+            with anyio.fail_after(10):
+                while not world.notes.requests:
+                    await anyio.lowlevel.checkpoint()
+        finally:
+            ledger.may_answer.set()
+
+    assert [record.ending for record in world.notes.requests] == [Ending.COMPLETED]
 
 
 @pytest.mark.parametrize("ledger_type", [MemoryLedger, FarAway])
@@ -335,6 +391,28 @@ async def test_others_are_told_what_is_waited_for_and_when_nobody_waits_any_more
         await anyio.wait_all_tasks_blocked()
         assert not ledger.waited_for[-1]
         tasks.cancel_scope.cancel()
+
+
+async def test_others_are_told_of_the_first_that_is_waited_for_when_another_is_too() -> None:
+    ledger = Noted()
+    world = World(ledger)
+    (model,) = POLICY.models
+    classes = model.classes[0], replace(model.classes[1], pools=("light",))
+    world.policy = replace(POLICY, models=(replace(model, classes=classes),))
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(world.pipeline.room.run)
+            for number, tokens in enumerate((100, 16_000)):
+                world.estimates.tokens = tokens
+                tasks.start_soon(arrive, world, number)
+                await anyio.wait_all_tasks_blocked()
+            tasks.cancel_scope.cancel()
+
+    lights = {"light-0", "light-1"}
+    assert ledger.waited_for[0] == lights
+    assert ledger.waited_for[-1] == {*lights, "push"}
+    assert all(lights <= set(waited_for) for waited_for in ledger.waited_for)
 
 
 async def test_nobody_is_refused_for_what_another_process_no_longer_runs() -> None:
@@ -507,10 +585,14 @@ async def test_who_was_demoted_stays_behind_when_the_policy_changes() -> None:
         tasks.cancel_scope.cancel()
 
 
-async def test_of_many_that_wait_a_few_at_a_time_are_decided_anew() -> None:
-    """Each takes its time, in which nothing else is done: streams go on between two of these turns."""
+@pytest.mark.parametrize(("backends_max", "together"), [(1_000, REDECIDED_TOGETHER), (12, 3), (1, 1)])
+async def test_of_many_that_wait_a_few_at_a_time_are_decided_anew(
+    backends_max: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes its time, the longer the more backends there are, and streams go on between two turns."""
+    monkeypatch.setattr(waiting_room, "_ONE_TOGETHER_BACKENDS", backends_max)
     world = World(TakenElsewhere())
-    count = 3 * REDECIDED_TOGETHER
+    count = 3 * together
     patient = Waiting(max_wait_s=60.0, waiting_max=count)
     (model,) = POLICY.models
     in_light, in_push = (
@@ -537,7 +619,7 @@ async def test_of_many_that_wait_a_few_at_a_time_are_decided_anew() -> None:
             moved.append(sum(one.pool == "push" for one in line.waiters(0.0, count)))
         tasks.cancel_scope.cancel()
 
-    assert max(now - before for before, now in pairwise([0, *moved])) <= REDECIDED_TOGETHER
+    assert max(now - before for before, now in pairwise([0, *moved])) <= together
 
 
 @pytest.mark.parametrize(
