@@ -181,13 +181,15 @@ async def test_moved_after_its_block_it_does_nothing() -> None:
 
 
 async def test_moved_after_it_has_passed_it_passes_once() -> None:
+    shared = Deadlines(asyncio.get_running_loop())
     with anyio.fail_after(10):
-        with deadline_at(0.0) as deadline:
+        with Deadline(shared, 0.0) as deadline:
             try:
                 await anyio.sleep_forever()
             finally:
                 deadline.move(-inf)
                 await rounds()
+                assert shared.at == inf  # however long the block takes to end
 
     assert deadline.has_passed
     assert cancellations() == 0
@@ -322,6 +324,7 @@ async def test_of_many_each_ends_its_own_block_in_time() -> None:
 
     assert early == {0.02: 0, 0.04: 0, 0.06: 0, 0.08: 0}
     assert shared.at == inf  # nothing is looked for any more
+    assert shared._timer is None
 
 
 @pytest.mark.parametrize("passing", ["inner", "outer", "both"])
@@ -378,6 +381,16 @@ async def test_a_process_that_never_catches_up_still_ends_a_block(monkeypatch: p
     monkeypatch.setattr(deadlines, "LATE_S", -1.0)  # every look is late
     with anyio.fail_after(10):
         with deadline_at(anyio.current_time() + 0.01) as deadline:
+            await anyio.sleep_forever()
+
+    assert deadline.has_passed
+
+
+async def test_what_is_to_end_at_once_is_given_no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "GRACE_S", 1_000.0)
+    with anyio.fail_after(10):
+        with deadline_at(inf) as deadline:
+            deadline.move(-inf)
             await anyio.sleep_forever()
 
     assert deadline.has_passed
