@@ -29,7 +29,7 @@ class FirstTokens:
         self._ledger = ledger
         self._clock = clock
         self._due: dict[str, tuple[float, Slot]] = {}  # by slot id; few, since a prefill does not take long
-        self._next_at = inf  # when they are looked at next, at the latest
+        self._next_at = inf  # when the first of those is due that were there at the last look
         self._changed = anyio.Event()
 
     def expect(self, slot: Slot) -> None:
@@ -40,7 +40,6 @@ class FirstTokens:
         due = self._clock.now() + OVERHEAD_S + outstanding_s
         self._due[slot.id] = due, slot
         if due < self._next_at:
-            self._next_at = due
             self._changed.set()
 
     def forget(self, slot: Slot) -> None:

@@ -174,6 +174,21 @@ async def test_what_was_outstanding_is_read_first(world: World) -> None:
     await world.ledger.release(held)  # type: ignore[arg-type]
 
 
+async def test_a_prompt_whose_work_is_unknown_counts_as_unread_to_its_end(world: World) -> None:
+    gates = Gates(long_prompt_tokens=2_000, long_prefills=1)
+    world.policy = replace(
+        POLICY, pools={**POLICY.pools, "light": replace(POLICY.pools["light"], gates=gates)}
+    )
+    world.estimates.tokens = 2_000
+    gate = anyio.Event()
+    world.answers(light_0=Script([gate, WHOLE]))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request(stream=False))
+        await anyio.wait_all_tasks_blocked()
+        assert (await after(world, 60.0)).long_unanswered == 1
+        gate.set()
+
+
 async def test_a_request_that_has_ended_is_not_told_of(world: World) -> None:
     measured(world)
     world.answers(light_0=Script([WHOLE]))
