@@ -700,6 +700,22 @@ async def test_the_last_attempt_is_not_lost_on_one_that_refuses(world: World) ->
     assert asked(world)[2:] == ["light-0", "push"]
 
 
+async def test_one_that_has_begun_to_answer_another_is_asked_by_the_last_attempt(world: World) -> None:
+    """That answer may take minutes."""
+    await refused_everywhere(world)
+    world.clock.time += REFUSED_S
+    gate = anyio.Event()
+    world.answers(light_0=Script([ROLE + HELLO, gate, STOP + DONE]))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.run, world.request())
+        await anyio.wait_all_tasks_blocked()
+        world.answers(light_0=GOOD, light_1=Script(status=500))
+        await world.run(world.request(), arrival=Arrival("req-2", 1_000_000.0, 10.0))
+        gate.set()
+
+    assert asked(world)[2:] == ["light-0", "light-1", "light-0"]
+
+
 async def test_one_that_refuses_is_asked_last_if_no_other_takes_the_request(world: World) -> None:
     await refused_everywhere(world)
     world.fleet.known["push"] = BackendStatus(state=State.DOWN)
