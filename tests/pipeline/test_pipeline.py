@@ -66,7 +66,7 @@ from gateway.core.health import (
 )
 from gateway.core.load import Demand, Load
 from gateway.core.policy import Bound, Comparison, Policy, RetryPolicy, TrafficClass, Waiting, When
-from gateway.core.refusals import REFUSED_S
+from gateway.core.refusals import KEPT_S, REFUSED_S
 from gateway.core.request import NO_CHANGES, Changes, Endpoint, Estimate, Prompt, Request, Turn
 from gateway.core.usage import Ending, Usage
 from gateway.pipeline import CallerStalled, failures
@@ -572,6 +572,28 @@ async def test_one_in_doubt_is_not_passed_over_for_a_replica_that_takes_nothing(
     assert [target.backend.id for target in world.upstream.targets] == ["light-0", "push"] * 4
 
 
+async def test_one_in_doubt_that_is_down_is_not_tried(world: World) -> None:
+    await fail_in_a_row(world)
+    world.clock.time += PAUSE_S
+    world.fleet.known |= {name: BackendStatus(state=State.DOWN) for name in ("light-0", "push")}
+    world.answers(light_0=GOOD, light_1=Script(status=500))
+    with anyio.fail_after(10), pytest.raises(UpstreamFailed):
+        await world.run(world.request())  # it does not wait for it either
+
+    assert asked(world)[6:] == ["light-1"]
+
+
+async def test_one_in_doubt_that_serves_no_requests_anyway_is_said_to_do_so(world: World) -> None:
+    await fail_in_a_row(world)
+    world.objections = {"light-0": (Exclusion.SWAPPED_OUT, "its box serves another model")}
+    world.answers(light_1=GOOD)
+    await world.run(world.request())
+
+    decision = world.notes.requests[-1].decision
+    assert decision is not None
+    assert {one.backend: one.excluded for one in decision.candidates}["light-0"] is Exclusion.SWAPPED_OUT
+
+
 async def failed_everywhere(world: World, text: str) -> GatewayError:
     """Return what a caller is told whose request all backends fail."""
     world.answers(light_0=Script(status=500), light_1=Script(status=500), push=Script(status=500))
@@ -837,6 +859,20 @@ async def test_who_is_refused_is_looked_for_when_it_may_ask_again(
         while not world.notes.requests:
             await anyio.lowlevel.checkpoint()
         ends.set()
+
+
+async def test_a_refusal_that_is_long_ago_is_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "REFUSED_S", 0.01)
+    world.answers(light_0=BUSY, light_1=GOOD)
+    await world.run(world.request())
+    refusals = world.pipeline._failures.refusals
+    assert refusals.known
+    world.clock.time += KEPT_S
+    with anyio.fail_after(10):
+        while refusals.known:
+            await anyio.lowlevel.checkpoint()
+
+    assert world.pipeline._failures._next_look is None
 
 
 async def test_who_is_refused_waits_no_longer_than_its_class_allows(world: World) -> None:
@@ -2228,15 +2264,19 @@ async def test_who_finds_only_ejected_backends_is_tried_there(world: World) -> N
 
 
 @pytest.mark.parametrize(
-    ("fault", "outcome"),
-    [(None, Outcome.REJECTED), (ProbeFault.STATUS, Outcome.FAILED)],
-    ids=["well", "unwell"],
+    ("state", "fault", "outcome"),
+    [
+        (State.EJECTED, None, Outcome.REJECTED),
+        (State.EJECTED, ProbeFault.STATUS, Outcome.FAILED),
+        (State.UP, ProbeFault.STATUS, Outcome.REJECTED),
+    ],
+    ids=["well", "unwell", "up"],
 )
 async def test_what_all_ejected_backends_fail_counts_where_probes_fail_too(
-    world: World, fault: ProbeFault | None, outcome: Outcome
+    world: World, state: State, fault: ProbeFault | None, outcome: Outcome
 ) -> None:
     """Otherwise none of them would ever rest, and no caller would be told when to ask again."""
-    out = BackendStatus(state=State.EJECTED, served_models=("served",), probe_fault=fault)
+    out = BackendStatus(state=state, served_models=("served",), probe_fault=fault)
     world.fleet.known = dict.fromkeys(world.policy.backends, out)
     world.answers(light_0=Script(status=500), light_1=Script(status=500), push=Script(status=500))
 
