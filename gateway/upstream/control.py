@@ -32,7 +32,7 @@ async def exchange(
         try:
             async with (
                 httpx.AsyncClient(
-                    transport=Transport(verify=verify if url.startswith("https:") else False),
+                    transport=Transport(verify=verify if url.lower().startswith("https:") else False),
                     timeout=None,  # the exchange as a whole has a timeout
                     follow_redirects=False,
                     trust_env=False,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from anyio.abc import SocketStream
 from support.certificates import self_signed
-from support.raw_server import RawServer, raw_server
+from support.raw_server import RawServer, raw_server, tls_server
 
 from gateway.core.backends import Backend, Capacity, KneeStep
 from gateway.core.canary import Canary
@@ -363,6 +363,18 @@ async def test_a_server_is_trusted_by_its_own_authority(
         assert await box.ask("qwen") == "no answer (TLS: self-signed certificate)"
         box.update(secrets={}, tls={"qwen": asking})
         assert await box.is_resident("qwen")
+
+
+@pytest.mark.parametrize("scheme", ["https", "HTTPS"])
+async def test_the_token_of_an_agent_goes_only_where_the_certificate_is_trusted(
+    tmp_path: Path, scheme: str
+) -> None:
+    serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    serving.load_cert_chain(*self_signed(tmp_path, "localhost"))
+    async with tls_server(serving, answer("200 OK")) as (port, seen):
+        subject = switch(member(by_request(f"{scheme}://localhost:{port}")))
+        assert await subject.start("qwen", 1) == "no answer (TLS: self-signed certificate)"
+    assert seen == []
 
 
 @pytest.mark.parametrize("kept", ["no json", "[]"])
