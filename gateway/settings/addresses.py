@@ -120,7 +120,7 @@ _BASE_PATH = re.compile(r"(/([A-Za-z0-9._~-]|%[0-9A-Fa-f]{2})+)*/?")
 
 
 def _base_url(written: str) -> str:
-    """Return the URL without a trailing slash."""
+    """Return the URL as `_url` does, without a trailing slash."""
     url = _split(written, "http://host:port")
     host = url.hostname
     if "$" in (host or ""):
@@ -137,7 +137,7 @@ def _base_url(written: str) -> str:
         raise ValueError("only scheme, host, port and path: what it asks for is appended")
     if not _BASE_PATH.fullmatch(url.path) or {".", ".."} & set(url.path.split("/")):
         raise ValueError("a path consists of letters, digits, `-`, `.`, `_`, `~` and escapes such as %20")
-    return written.rstrip("/")
+    return url.geturl().rstrip("/")
 
 
 _HTTP = Field(json_schema_extra={"pattern": "^(https?://|.*\\$\\{)"})
@@ -146,6 +146,7 @@ BaseUrl = Annotated[str, AfterValidator(_base_url), _HTTP]
 
 
 def _url(written: str) -> str:
+    """Return the URL with its scheme in lower case, and without what urlsplit ignores: line breaks."""
     url = _split(written, "http://host:port/path")
     if url.scheme not in {"http", "https"} or not url.hostname or url.fragment:
         raise ValueError("write it as http://host:port/path or https://host:port/path")
@@ -153,7 +154,7 @@ def _url(written: str) -> str:
     if url.username is not None or url.password is not None:
         raise ValueError("no credentials in URLs; name the variable with them (token_env, headers_env)")
     _no_false_host(url)
-    return written
+    return url.geturl()
 
 
 Url = Annotated[str, AfterValidator(_url), _HTTP]

@@ -41,6 +41,19 @@ def test_a_box_yields_its_rules(loaded: Callable[[str], Settings]) -> None:
     assert "box spark: gemma, qwen take turns; gemma by default" in settings.summary
 
 
+def test_a_url_is_used_as_it_was_checked(loaded: Callable[[str], Settings]) -> None:
+    """What verifies certificates goes by its scheme, and a variable may end with a line break."""
+    agent = """{http: {start: {url: "HTTPS://Box/A?b=C\\n"}, stop: {url: 'http://box/b%20c'}}}"""
+    written = BOXED.replace("{sleep: {level: 2}}", agent).replace(
+        "http://127.0.0.1:9001", '" HTTPS://Gemma/A/\\n"'
+    )
+    document = loaded(written).document
+    assert document.backends["gemma"].url == "https://Gemma/A"
+    http = document.boxes["spark"].backends["qwen"].http
+    assert http is not None
+    assert (http.start.url, http.stop.url) == ("https://Box/A?b=C", "http://box/b%20c")
+
+
 def test_a_boot_within_the_budget_of_the_box_is_no_fault_of_its_backend(
     loaded: Callable[[str], Settings],
 ) -> None:
