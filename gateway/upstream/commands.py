@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import IO
 
 import anyio
@@ -36,6 +37,11 @@ DIES_S = 2.0
 not."""
 
 
+_left: set[int] = set()
+"""Ids of processes that could not be killed. One that dies later keeps its place in the process table until
+it is waited for."""
+
+
 @valueclass(frozen=True, slots=True)
 class Command:
     """A command.
@@ -55,6 +61,7 @@ class Command:
 
 async def run(command: Command, environ: Mapping[str, str]) -> str:
     """Run a command to its end. Return "", or why it failed: one line with the end of its output."""
+    _wait_for_dead()
     try:
         with _output() as output:
             failure = await _ended(command, _started(command, environ, output), output)
@@ -83,7 +90,7 @@ async def _ended(command: Command, process: "subprocess.Popen[bytes]", output: I
         else:
             process.returncode = 0  # left running: its exit status is of no interest
         raise
-    if process.returncode is None:
+    if process.poll() is None:  # it may have ended since the last look
         left = await _kill(process)
         return f"{excess}, and cannot be killed: {left}" if left else excess
     return f"exit status {process.returncode}" if process.returncode else ""
@@ -125,15 +132,28 @@ async def _kill(process: "subprocess.Popen[bytes]") -> str:
     except ProcessLookupError:
         pass
     except PermissionError:
-        process.returncode = 0  # its exit status is of no interest
+        _leave(process)
         return "it runs as another user"
     with anyio.move_on_after(DIES_S, shield=True):
         while process.poll() is None:  # noqa: ASYNC110
             await anyio.sleep(LOOK_S)
     if process.returncode is not None:
         return ""
-    process.returncode = 0
+    _leave(process)
     return "it does not die"
+
+
+def _leave(process: "subprocess.Popen[bytes]") -> None:
+    process.returncode = 0  # its exit status is of no interest
+    _left.add(process.pid)
+
+
+def _wait_for_dead() -> None:
+    for pid in list(_left):
+        with suppress(ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG) == (0, 0):  # it is still running
+                continue
+        _left.discard(pid)
 
 
 def _said(output: IO[bytes]) -> list[str]:

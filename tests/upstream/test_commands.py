@@ -26,6 +26,11 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
 
 
+def until_dead(pid: int) -> None:
+    """Return once a child is dead, and leave it in the process table. Nothing else runs meanwhile."""
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
 async def until_written(path: Path) -> int:
     with anyio.fail_after(20):
         while not path.exists() or not path.read_text().endswith("\n"):  # noqa: ASYNC110, ASYNC240
@@ -49,9 +54,23 @@ async def test_what_it_says_last_is_known_whatever_its_bytes_and_blank_lines() -
 
 async def test_it_has_the_environment_of_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSH_AUTH_SOCK", "/run/agent")
+    monkeypatch.setenv("MORE", "of the gateway itself")
     assert await run(sh('echo "$SSH_AUTH_SOCK $MORE"; exit 1'), {"MORE": "and more"}) == (
         "exit status 1: /run/agent and more"
     )
+
+
+async def test_it_has_nobody_to_ask() -> None:
+    """Also where the gateway runs in a terminal."""
+    read, write = os.pipe()
+    own = os.dup(0)
+    os.dup2(read, 0)
+    try:
+        assert await run(sh("readlink /proc/self/fd/0; exit 1"), {}) == "exit status 1: /dev/null"
+    finally:
+        os.dup2(own, 0)
+        for one in (read, write, own):
+            os.close(one)
 
 
 async def test_a_command_that_is_not_there_has_failed() -> None:
@@ -112,6 +131,30 @@ async def test_one_that_does_not_die_holds_nobody_up(tmp_path: Path, monkeypatch
     assert failure == "took more than 0.5 s, and cannot be killed: it does not die"
     assert is_alive(pid)
     os.kill(pid, signal.SIGKILL)
+    until_dead(pid)
+    assert await run(Command(["true"]), {}) == ""
+    assert not Path(f"/proc/{pid}").exists()  # noqa: ASYNC240 - what died holds no place for ever
+
+
+async def test_one_that_has_ended_in_time_is_not_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long ago it was looked at."""
+    monkeypatch.setattr(commands, "LOOK_S", 3600.0)
+    own, gate = tmp_path / "own", tmp_path / "gate"
+    os.mkfifo(gate)
+    command = sh(f"echo $$ > {own}; cat {gate}; exit 3", timeout_s=0.5)
+    found: list[str] = []
+
+    async def carry_out() -> None:
+        found.append(await run(command, {}))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(carry_out)
+        await anyio.lowlevel.checkpoint()  # from here on nothing else runs, until the command has ended
+        gate.write_text("on\n")
+        until_dead(int(own.read_text()))
+    assert found == ["exit status 3: on"]
 
 
 async def test_nobody_waits_for_a_server_that_it_started(tmp_path: Path) -> None:
@@ -133,6 +176,11 @@ async def test_its_output_is_logged_up_to_a_limit(caplog: pytest.LogCaptureFixtu
     assert sum(map(len, caplog.messages)) < 4 * OUTPUT_BYTES_MAX
 
 
+async def test_what_fits_is_told_whole() -> None:
+    said = "x" * OUTPUT_BYTES_MAX
+    assert await run(sh(f"printf {said}; exit 1"), {}) == f"exit status 1: {said}"
+
+
 async def test_a_command_that_says_much_is_told_by_its_end() -> None:
     said = await run(sh("seq 1 2000; echo no space left; exit 1"), {})
     assert said == "exit status 1: no space left"
@@ -151,10 +199,16 @@ async def test_one_that_prints_without_end_is_killed_before_it_fills_the_disk(
 async def test_whether_it_outlives_the_gateway_is_configured(tmp_path: Path, dies: bool) -> None:
     own = tmp_path / "own"
     command = sh(f"echo $$ > {own}; exec sleep 600", dies_with_us=dies, timeout_s=600)
+    ended: list[str] = []
+
+    async def carry_out() -> None:
+        ended.append(await run(command, {}))
+
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(run, command, {})
+        tasks.start_soon(carry_out)
         pid = await until_written(own)
         tasks.cancel_scope.cancel()
+    assert ended == []  # whoever waited for it is told nothing
     assert is_alive(pid) is not dies
     if not dies:
         os.kill(pid, signal.SIGKILL)
