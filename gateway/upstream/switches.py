@@ -167,7 +167,7 @@ class BoxSwitch:
             question = canary.body(member.canary, model)
             answer = await _once_not_full(member, question)
         except Failed as failure:
-            if member.backend.model is not None and str(failure) == "HTTP 404":
+            if member.backend.model is not None and failure.status == 404:
                 return f"HTTP 404: it does not serve {member.backend.model}"
             return str(failure)
         return canary.fault(member.canary, answer)
@@ -291,7 +291,7 @@ async def _once_not_full(member: Member, question: bytes) -> bytes:
     full of what it got before this gateway started, or from others, which is no sign of a bad boot.
     """
     timeout_s = member.canary.timeout_s
-    last = Failed(f"no answer in {timeout_s:g} s")
+    why = f"no answer in {timeout_s:g} s"
     with anyio.move_on_after(timeout_s):
         while True:
             try:
@@ -299,9 +299,9 @@ async def _once_not_full(member: Member, question: bytes) -> bytes:
             except Failed as failure:
                 if failure.status not in REFUSED_FOR_LOAD:
                     raise
-                last = failure
+                why = str(failure)
             await anyio.sleep(LOOK_S)
-    raise last
+    raise Failed(why)
 
 
 async def _of(
@@ -327,7 +327,7 @@ def note_launch(member: Member) -> None:
     if path is None:
         return
     known: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         read = json.loads(path.read_text(encoding="utf-8"))
         known = read if isinstance(read, dict) else {}
     old, new = known.get(name), member.launch_hash

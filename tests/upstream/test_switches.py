@@ -1,5 +1,6 @@
 """Requests that start, stop and ask models, before servers that answer whatever a test says."""
 
+import gc
 import json
 import logging
 import ssl
@@ -18,6 +19,7 @@ from gateway.core.backends import Backend, Capacity, KneeStep
 from gateway.core.canary import Canary
 from gateway.upstream import switches
 from gateway.upstream.commands import Command
+from gateway.upstream.faults import Failed
 from gateway.upstream.switches import BoxSwitch, ByCommand, ByRequest, BySleep, Call, Member, note_launch
 
 NOWHERE = "http://127.0.0.1:1"
@@ -71,6 +73,17 @@ async def test_a_start_is_one_request_with_its_token_and_the_number_of_the_owner
     assert b"authorization: Bearer token" in head
     assert b"key-of-the-server" not in head
     assert json.loads(body) == {"state": "running"}
+
+
+@pytest.mark.parametrize(("body", "sent"), [({}, b"{}"), (None, b"")])
+async def test_an_empty_body_is_one(body: object, sent: bytes) -> None:
+    async with answering(answer("200 OK")) as server:
+        way = ByRequest(Call("PUT", f"{server.url}/a", body), Call("PUT", f"{server.url}/b"))
+        assert await switch(member(way)).start("qwen", 1) == ""
+        ((head, received),) = server.requests
+    assert received == sent
+    assert b"authorization" not in head
+    assert (b"content-type" in head) is bool(sent)
 
 
 @pytest.mark.parametrize(
@@ -280,11 +293,30 @@ async def test_a_server_that_goes_on_refusing_its_canary_fails_it_when_its_time_
         assert await switch(impatient).ask("qwen") in {"HTTP 503", "no answer in 0.3 s"}
 
 
+def failures_held() -> int:
+    return sum(isinstance(one, Failed) for one in gc.get_objects())
+
+
+async def test_no_refusal_of_a_canary_is_held_in_memory(
+    monkeypatch: pytest.MonkeyPatch, without_collector: None
+) -> None:
+    """Each has what was asked with it, key and all."""
+    monkeypatch.setattr(switches, "LOOK_S", 0.0)
+    way = ByCommand(Command(["true"]), Command(["true"]))
+    before = failures_held()
+    async with answering(answer("503 Busy"), says("It is 42.")) as server:
+        assert await switch(member(way, server.url)).ask("qwen") == ""
+    assert failures_held() == before
+
+
 async def test_a_server_that_came_up_with_another_model_is_found_out() -> None:
+    way = ByCommand(Command(["true"]), Command(["true"]))
     async with answering(answer("404 Not Found")) as server:
-        way = ByCommand(Command(["true"]), Command(["true"]))
         subject = switch(member(way, server.url))
         assert await subject.ask("qwen") == "HTTP 404: it does not serve qwen"
+    async with answering(answer("200 OK", b'{"data": [{"id": "qwen-3"}]}'), answer("404 No")) as server:
+        subject = switch(member(way, server.url, model=None))
+        assert await subject.ask("qwen") == "HTTP 404"
 
 
 async def test_a_model_whose_name_is_not_configured_is_asked_for_it() -> None:
@@ -293,10 +325,10 @@ async def test_a_model_whose_name_is_not_configured_is_asked_for_it() -> None:
     async with answering(models, says("42")) as server:
         assert await switch(member(way, server.url, model=None)).ask("qwen") == ""
         assert json.loads(server.requests[1][1])["model"] == "qwen-3"
-    async with answering(answer("200 OK", b"[" * 100_000)) as server:
-        assert (
-            await switch(member(way, server.url, model=None)).ask("qwen") == "/v1/models: no list of models"
-        )
+    for nothing in (b"[" * 100_000, b"[]", b"{}", b'{"data": []}'):
+        async with answering(answer("200 OK", nothing)) as server:
+            subject = switch(member(way, server.url, model=None))
+            assert await subject.ask("qwen") == "/v1/models: no list of models"
 
 
 def test_a_start_command_that_changes_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -328,6 +360,13 @@ def test_all_of_how_a_model_is_started_counts_as_its_launch() -> None:
         BySleep(level=2),
     ]
     assert len({member(way).launch_hash for way in ways}) == len(ways)
+
+
+def test_the_order_of_what_is_sent_does_not_count_as_another_launch() -> None:
+    stop = Call("POST", f"{NOWHERE}/stop")
+    bodies = [{"a": 1, "b": 2}, {"b": 2, "a": 1}]
+    ways = [ByRequest(Call("POST", f"{NOWHERE}/start", body), stop) for body in bodies]
+    assert len({member(way).launch_hash for way in ways}) == 1
 
 
 async def test_a_start_is_noted_beside_those_of_the_others(tmp_path: Path) -> None:
@@ -377,7 +416,7 @@ async def test_the_token_of_an_agent_goes_only_where_the_certificate_is_trusted(
     assert seen == []
 
 
-@pytest.mark.parametrize("kept", ["no json", "[]"])
+@pytest.mark.parametrize("kept", ["no json", "[]", "[" * 100_000])
 def test_a_record_that_cannot_be_kept_keeps_nobody_from_starting(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: str
 ) -> None:
@@ -387,4 +426,4 @@ def test_a_record_that_cannot_be_kept_keeps_nobody_from_starting(
     note_launch(one)
     assert json.loads(record.read_text()) == {"qwen": one.launch_hash}
     note_launch(replace(one, launch_record=tmp_path / "nowhere" / "launches.json"))
-    assert "cannot be written" in caplog.messages[-1]
+    assert "cannot be written (No such file or directory)" in caplog.messages[-1]
