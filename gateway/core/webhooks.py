@@ -258,6 +258,7 @@ def address_refusal(text: str, *, allow_private: bool) -> str:
     except ValueError:
         return "not an IP address"
     if isinstance(address, ipaddress.IPv6Address):
+        address = ipaddress.IPv6Address(int(address))  # without its zone, with which it is equal to no other
         if address.ipv4_mapped is not None:
             return "IPv4-mapped"
         if address.sixtofour is not None:
