@@ -268,6 +268,20 @@ async def test_a_slow_one_holds_up_nobody_else(world: World) -> None:
     assert len(slow.ids) == ATTEMPTS_MAX
 
 
+async def test_what_is_too_much_for_one_is_told_of_as_dropped(world: World) -> None:
+    async with receiver("never") as ops:
+        async with world.process(endpoint("ops", ops.url), pending_max=1) as process:
+            await process.store.announce("response.completed", "resp_1", None)
+            await world.until(lambda: len(ops.ids) == 1)
+            await process.store.announce("response.failed", "resp_2", None)
+            await world.until(lambda: process.attempts != [])
+            assert process.pending == {"ops": 1}
+    (dropped,) = process.attempts
+    assert (dropped.outcome, dropped.retry_s) == (WebhookOutcome.DROPPED, None)
+    assert (dropped.delivery.endpoint, dropped.delivery.subject) == ("ops", "resp_2")
+    assert dropped.detail == "too many deliveries are already waiting for it"
+
+
 async def test_two_processes_deliver_each_once(world: World) -> None:
     async with receiver() as ops:
         to = endpoint("ops", ops.url)

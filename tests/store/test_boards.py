@@ -46,6 +46,7 @@ async def boards(request: pytest.FixtureRequest, open_store: Any) -> AsyncIterat
     async def expire() -> None:
         keys = [key async for key in store.redis.scan_iter(match=f"*{store.prefix}:box:spark*")]
         assert len(keys) == 4
+        assert await store.redis.pttl(next(key for key in keys if key.endswith(":state"))) > 86_000_000
         for key in keys:
             if key.endswith((":owner", ":notes")):
                 assert 0 < await store.redis.pttl(key) <= 60_000
@@ -78,6 +79,9 @@ async def test_only_the_owner_writes_and_everybody_reads(boards: Boards) -> None
     other = await boards.two.sync("spark", fence=mine.fence, state="resident: qwen", note="")
     assert other is not None
     assert other.state == "resident: gemma"
+    again = await boards.one.sync("spark", fence=mine.fence, state="", note="")  # it has nothing to say
+    assert again is not None
+    assert again.state == "resident: gemma"
 
 
 async def test_everybody_leaves_a_note_for_the_others(boards: Boards) -> None:

@@ -176,6 +176,14 @@ async def test_a_box_whose_owner_died_is_owned_again(store: Any) -> None:
     await alive.aclose()
 
 
+async def test_the_numbers_of_a_box_s_owners_go_on_rising(store: Any) -> None:
+    board = RedisBoard(store.url, prefix=store.prefix, owner="next", ttl_s=TTL_S, command_s=10)
+    last = await now_ms(store.redis) + HOUR_MS
+    await store.redis.set(f"{{{store.prefix}:box:spark}}:fence", last)
+    assert await board.sync("spark", fence=0, state="", note="") == Board(last + 1, "", [])
+    await board.aclose()
+
+
 async def test_an_idempotency_key_whose_runner_died_comes_free(store: Any) -> None:
     idempotency = RedisIdempotency(store.url, prefix=store.prefix, bytes_max=1000, command_s=10.0)
     dead, alive = (

@@ -246,7 +246,9 @@ async def test_too_much_for_one_endpoint_is_dropped_for_it_alone(store: Store, o
 async def test_whatever_nobody_fetches_expires(store: Store, open_: Open) -> None:
     one = open_(store)
     await one.handed_on("resp_1")
+    await one.claimed()
     await one.announced("resp_2")
+    assert ":webhooks:last:ops" in await one.keys()
     for key in await one.keys():
         assert 6 * 86_400 < await one.redis.ttl(one.tag + key) <= 7 * 86_400, key
 
@@ -259,6 +261,25 @@ async def test_what_has_expired_leaves_no_place_behind(store: Store, open_: Open
     await one.redis.zadd(one.due("ops"), {delivery.id: await one.now_ms() - 8 * 86_400_000})
     await one.handed_on("resp_2")
     assert [json.loads(delivery.body)["data"]["id"] for delivery in await one.claimed()] == ["resp_2"]
+
+
+async def test_what_has_expired_takes_no_turn(store: Store, open_: Open) -> None:
+    one = open_(store)
+    await one.handed_on("resp_1")
+    await one.redis.zadd(one.due("ops"), {"evt_gone": await one.now_ms() - 8 * 86_400_000})
+    assert [json.loads(delivery.body)["data"]["id"] for delivery in await one.claimed(most=1)] == ["resp_1"]
+
+
+async def test_what_is_tried_again_is_kept_anew(store: Store, open_: Open) -> None:
+    one = open_(store)
+    await one.handed_on("resp_1")
+    (delivery,) = await one.claimed()
+    kept = one.due("ops"), f"{one.tag}:webhooks:delivery:ops:{delivery.id}"
+    for key in kept:
+        await one.redis.expire(key, 60)
+    await one.webhooks.again(delivery, 300.0)
+    for key in kept:
+        assert 6 * 86_400 < await one.redis.ttl(key) <= 7 * 86_400, key
 
 
 async def test_one_that_was_lost_holds_no_other_up(store: Store, open_: Open) -> None:
@@ -293,6 +314,7 @@ async def test_an_endpoint_that_no_process_has_is_known_for_an_hour(
     known = await one.webhooks.announce_endpoints([OPS])
 
     assert [endpoint.name for endpoint in known if endpoint.name == "gone"] == ["gone"] * is_known
+    assert 3500 < await one.redis.ttl(key) <= 3600
     after = await cast("Awaitable[Any]", one.redis.hget(key, "gone"))
     assert after is None or int(after.split(" ")[0]) <= await one.now_ms()
 

@@ -313,6 +313,18 @@ async def test_an_address_that_does_not_answer_is_passed_over() -> None:
     assert made.outcome is WebhookOutcome.DELIVERED
 
 
+async def test_no_more_addresses_are_tried_than_there_is_time_for() -> None:
+    async with raw_server(answering("200 OK")) as server:
+        url = server.url.replace("127.0.0.1", "hooks.invalid")
+        for before, outcome in (
+            (ADDRESSES_MAX - 1, WebhookOutcome.DELIVERED),
+            (ADDRESSES_MAX, WebhookOutcome.FAILED),
+        ):
+            names = Names([[*("127.0.0.2",) * before, "127.0.0.1"]])
+            assert (await attempt(endpoint(url), resolve=names)).outcome is outcome
+    assert server.connections == 1
+
+
 async def test_a_server_that_never_ends_its_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhook_calls, "CONNECT_S", 0.1)
 
