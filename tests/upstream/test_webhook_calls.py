@@ -1,6 +1,8 @@
 """Single attempts over real sockets: what is sent, what an answer means, and where nothing ever goes."""
 
+import socket
 import ssl
+import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -200,6 +202,18 @@ async def test_what_is_no_answer(said: bytes, detail: str) -> None:
         made = await attempt(endpoint(server.url), resolve=Names([["127.0.0.1", "127.0.0.1"]]))
     assert (made.outcome, made.detail) == (WebhookOutcome.FAILED, detail)
     assert len(server.requests) == 1  # whoever has got it does not get it again at once
+
+
+async def test_a_connection_that_breaks_is_a_failure() -> None:
+    async def reset(stream: SocketStream, _: int) -> None:
+        raw = stream.extra(SocketAttribute.raw_socket)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        await stream.aclose()
+
+    async with raw_server(reset) as server:
+        made = await attempt(endpoint(server.url), resolve=Names([["127.0.0.1", "127.0.0.1"]]))
+    assert (made.outcome, made.detail) == (WebhookOutcome.FAILED, "the connection broke (ReadError)")
+    assert len(server.requests) == 1
 
 
 async def test_nobody_there(free_tcp_port: int) -> None:
