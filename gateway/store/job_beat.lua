@@ -15,7 +15,11 @@ for i = behind, #ARGV, 2 do
         local kept = redis.pcall('XCLAIM', job.stream, GROUP, job.worker, 0, job.entry, 'JUSTID')
         if kept.err or #kept == 0 then -- its stream was deleted by hand
             set(job, {stream = '', entry = ''})
-            take(job, job.worker)
+            for _ = 1, SWEPT_MAX do -- what somebody else has written to it since goes first
+                if take(job, job.worker) then
+                    break
+                end
+            end
         end
     else
         lost[#lost + 1] = ARGV[i]

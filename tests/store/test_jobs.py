@@ -1334,6 +1334,24 @@ async def test_jobs_whose_stream_was_deleted_are_kept_by_beats_and_taken_over(
     assert not await world.streams()
 
 
+async def test_a_beat_keeps_a_job_though_others_have_written_to_its_new_stream(
+    world: JobWorld, jobs: Jobs
+) -> None:
+    await world.submit(jobs, "a", "b")
+    await world.claim(jobs)
+    (stream,) = await world.streams()
+    await world.redis.delete(stream)
+    await world.claim(jobs)
+    for _ in range(2):
+        await world.redis.xadd(stream, {"job": "stranger"})
+    assert await jobs.beat("w", [jobs.held("a"), jobs.held("b")], NO_MODELS) == []
+    assert await world.redis.xlen(stream) == 2
+    assert (await world.redis.xpending(stream, "workers"))["pending"] == 2
+    await world.lose_worker_of("a")
+    await jobs.beat("another", [jobs.held("b")], NO_MODELS)
+    assert [(await get(jobs, id)).status for id in "ab"] == [JobStatus.QUEUED, JobStatus.IN_PROGRESS]
+
+
 @pytest.mark.parametrize("first", ["claim", "beat", "sweep"])
 async def test_jobs_whose_group_was_destroyed_are_kept_by_beats_and_taken_over(
     world: JobWorld, jobs: Jobs, first: str
