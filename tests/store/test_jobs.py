@@ -490,6 +490,41 @@ async def test_giving_back_twice_is_giving_back_once(world: JobWorld, jobs: Jobs
     assert (await get(jobs, "a")).failures == 1
     assert await claimed(jobs) == ["a"]
     assert not await jobs.give_back(*jobs.held("a"), attempts_max=3, failed=True)
+    assert await jobs.give_back(*jobs.held("a", 2), attempts_max=3)
+    await jobs.cancel("a")
+    assert not await jobs.give_back(*jobs.held("a", 2), attempts_max=3)
+
+    await world.submit(jobs, "b")
+    await world.claim(jobs)
+    for _ in range(2):
+        assert await jobs.give_back(*jobs.held("b"), attempts_max=1, failed=True)
+    job = await get(jobs, "b")
+    assert (job.status, job.failures) == (JobStatus.FAILED, 1)
+
+
+async def test_refusing_twice_is_refusing_once(world: JobWorld, jobs: Jobs) -> None:
+    async def refuse(attempt: int, config: str, code: str = "too_long") -> AfterRefusal | None:
+        error = JobError(code, "It is too long.")
+        held = jobs.held("a", attempt)
+        return await jobs.refuse(*held, error, config=config, attempts_max=2, after_s=500.0)
+
+    await world.submit(jobs, "a")
+    await world.claim(jobs)
+    assert [await refuse(1, "none") for _ in range(2)] == [AfterRefusal.FAILED] * 2
+    for config in ("one", "two"):
+        await jobs.beat(config, [], Serving(config, frozenset({"m"})))
+    await world.rest_is_over("a")
+    assert await jobs.claim("one", [LANE], 2, "one")
+    assert [await refuse(2, "one") for _ in range(2)] == [AfterRefusal.LEFT] * 2
+    left = await get(jobs, "a")
+    assert (left.failures, left.retry_at) == (1, 0)
+    assert 86_000 < await world.redis.ttl(world.key("refused", LANE)) <= 86_400
+    assert await jobs.claim("two", [LANE], 2, "two")
+    assert await refuse(2, "one") is None
+    assert [await refuse(3, "two") for _ in range(2)] == [AfterRefusal.ENDED] * 2
+    assert await refuse(3, "two", "another") is None
+    error = (await get(jobs, "a")).error
+    assert error is not None and error.code == "too_long"
 
 
 # ------------------------------------------------------------------ lost, given up, too late
@@ -564,6 +599,8 @@ async def test_a_late_return_by_who_has_lost_it_does_nothing(world: JobWorld, jo
     await jobs.beat("other", [], NO_MODELS)
     assert (await get(jobs, "a")).status is JobStatus.QUEUED
     assert not await jobs.give_back(*jobs.held("a"), attempts_max=3, after_s=100.0, failed=True)
+    refusal = JobError("x", "No.")
+    assert await jobs.refuse(*jobs.held("a"), refusal, config="c", attempts_max=3, after_s=100.0) is None
     assert (await world.claim(jobs)).failures == 1
     assert await jobs.give_back(*jobs.held("a", 2), attempts_max=3)
     assert not await jobs.give_back(*jobs.held("a"), attempts_max=3)
@@ -647,6 +684,11 @@ async def test_given_back_without_a_failure_it_is_never_given_up(world: JobWorld
     for attempt in range(1, 8):
         assert (await world.claim(jobs)).attempt == attempt
         await jobs.give_back(*jobs.held("a", attempt), attempts_max=3)
+    await world.claim(jobs)
+    await jobs.give_back(*jobs.held("a", 8), attempts_max=3, failed=True)
+    await world.claim(jobs)
+    await jobs.give_back(*jobs.held("a", 9), attempts_max=1)  # fewer are allowed by now
+    assert (await get(jobs, "a")).status is JobStatus.QUEUED
 
 
 @pytest.mark.parametrize("is_claimed", [False, True])
@@ -769,7 +811,7 @@ async def test_a_job_that_was_given_up_can_be_tried_again(world: JobWorld, jobs:
         None,
         None,
     )
-    assert again.expires_at is None
+    assert (again.expires_at, again.started_at, again.worker) == (None, None, "")
     assert await jobs.chunks("a") == []
     assert await world.quota() == (2, 2 * SIZE)
     assert await world.redis.ttl(world.key("job", "a")) == -1
@@ -898,6 +940,7 @@ async def test_bytes_are_given_back_though_the_job_has_expired_before_the_sweep(
     await jobs.cancel("a")
     await world.redis.delete(world.key("job", "a"))
     assert await jobs.get("a") is None
+    assert await jobs.find() == []
     await world.keep_is_over("a")
     await jobs.beat("w", [], NO_MODELS)
     assert await world.quota() == (0, 0)
@@ -1115,6 +1158,9 @@ async def test_lanes_say_what_waits_and_how_fast_it_goes(world: JobWorld, jobs: 
     (light,) = [lane for lane in (await jobs.queue()).lanes if lane.name == LANE]
     assert light.oldest_s is not None and 60 <= light.oldest_s < 120
     assert (push.queued, push.in_progress) == (1, 0)
+    await world.redis.zincrby(world.key("ages", "m/push"), 3_600_000, "e")  # the server's clock has gone back
+    (push,) = [lane for lane in (await jobs.queue()).lanes if lane.name == "m/push"]
+    assert push.oldest_s == 0
 
     await jobs.cancel("d")  # it was nobody's: that says nothing of how fast jobs are done
     ends = world.key("ends", LANE)
@@ -1127,6 +1173,7 @@ async def test_lanes_say_what_waits_and_how_fast_it_goes(world: JobWorld, jobs: 
     assert await world.redis.pttl(ends) > 0
     (bucket,) = [int(name) for name in await world.redis.hkeys(ends)]
     await world.redis.hset(ends, mapping={str(bucket - 6): 4, str(bucket - 3): 4, str(bucket): 4})
+    await world.redis.hset(ends, mapping={str(bucket - 99): 4, str(bucket + 99): 4})  # neither was lately
     (light,) = [lane for lane in (await jobs.queue()).lanes if lane.name == LANE]
     assert light.drain_per_s is not None and 8 / 81 <= light.drain_per_s <= 8 / 60
     for id in "acde":
@@ -1681,10 +1728,15 @@ async def test_a_server_that_is_full_takes_no_job_and_those_it_has_come_to_their
     with pytest.raises(StoreUnavailable):
         await jobs.submit(new_job("e"), QUOTA)
     assert await jobs.get("e") is None
+    assert await jobs.give_back(*jobs.held("a"), attempts_max=3)
+    assert (await world.claim(jobs)).id == "a"
+    refusal = JobError("x", "No.")
+    assert await jobs.refuse(*jobs.held("a", 2), refusal, config="c", attempts_max=3, after_s=0.0)
+    assert (await world.claim(jobs)).id == "a"
     assert (await world.claim(jobs)).id == "b"
-    for id in ("a", "b"):
-        assert await jobs.append(*jobs.held(id), Chunk(0, 1, b"x"))
-        assert await jobs.finish(*jobs.held(id), JobStatus.COMPLETED)
+    for held in (jobs.held("a", 3), jobs.held("b")):
+        assert await jobs.append(*held, Chunk(0, 1, b"x"))
+        assert await jobs.finish(*held, JobStatus.COMPLETED)
     assert await jobs.cancel("c") is not None
     await redis.config_set("maxmemory", 0)
     await world.expire("d")
