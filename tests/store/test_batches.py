@@ -452,6 +452,8 @@ async def test_only_so_many_lines_of_a_key_are_jobs_and_its_own_jobs_do_not_coun
     line = RunningLine(eleventh.id, 11, "r11")
     assert not await batches.submit(claim, line, 1100, eleventh, QUOTA)
     assert not await batches.submit(claim, line, 1100, eleventh, Quota(100, 10))
+    await world.jobs.cancel(job_of(claim, 10).id)  # it is not written down yet
+    assert not await batches.submit(claim, line, 1100, eleventh, QUOTA)
     assert await batches.submit(claim, line, 1100, eleventh, Quota(11))
     listed = await world.jobs.find(key="alice")
     assert {job.id for job in listed} == {f"mine-{number}" for number in range(20)}
@@ -522,6 +524,19 @@ async def test_a_batch_ends_once_and_says_so(world: BatchWorld) -> None:
     assert await batches.take() is None
     with pytest.raises(BatchLost):
         await batches.look(claim)
+
+
+async def test_a_step_is_not_taken_for_done_by_who_has_lost_the_batch(world: BatchWorld) -> None:
+    batches = world.open()
+    claim = await running(world, batches, 1)
+    with pytest.raises(BatchLost):  # the store has lost its last line
+        await batches.move(replace(claim, number=1), S.VALIDATING, S.IN_PROGRESS)
+    await batches.release(claim)
+    again = await world.take(batches)
+    assert await batches.move(again, S.IN_PROGRESS, S.FAILED)
+    assert await batches.move(again, S.IN_PROGRESS, S.FAILED)
+    with pytest.raises(BatchLost):  # another has ended it
+        await batches.move(claim, S.IN_PROGRESS, S.FAILED)
 
 
 async def test_a_failed_batch_keeps_its_errors(world: BatchWorld) -> None:

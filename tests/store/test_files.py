@@ -86,6 +86,7 @@ async def test_bytes_are_counted_per_key_from_the_first_on(files: BatchWorld) ->
     assert await files.files.write(NewFile("file-4", None, "b"), 0, b"x" * 500, 500 + COSTS) is None
     assert await files.used() == 500 + COSTS
     await files.files.delete("file-1")  # one that is open is forgotten too
+    assert "listed" not in await files.names()  # it never was
     assert await files.files.write(other, 0, b"", 500 + COSTS) is None
 
 
@@ -100,6 +101,18 @@ async def test_a_file_whose_time_is_over_is_gone_with_all_its_pieces(files: Batc
     for id in ("file-2", "file-3"):
         await files.files.delete(id)
     assert await files.names() <= {"arrivals", "listed"}
+
+
+async def test_few_large_files_that_expire_together_are_forgotten_one_by_one(files: BatchWorld) -> None:
+    large = ("large-1", "large-2")
+    for id in large:
+        await files.upload(b"x", id)
+    for id in large:
+        await files.redis.hset(files.key("file", id), "bytes", 799 * PIECE_BYTES)
+        await files.expire_file(id)
+    for left in (1, 0):
+        await files.files.write(NewFile("other", "bob", "b"), 0, b"z", BYTES_MAX)
+        assert await files.redis.exists(*(files.key("file", id) for id in large)) == left
 
 
 async def test_a_file_that_a_batch_reads_outlives_its_time(files: BatchWorld) -> None:
