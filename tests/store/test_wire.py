@@ -72,6 +72,7 @@ async def test_each_caller_gets_the_reply_to_its_own_command(store: Store) -> No
     async with wires_to(store.url) as wires:
         for _ in range(3):
             assert await ask(wires, *range(200)) == [[number, 7] for number in range(200)]
+        assert len(wires._wires) == 1  # none waited behind another write
 
 
 async def test_a_database_behind_a_password(tmp_path: Path) -> None:
@@ -374,6 +375,7 @@ async def test_a_server_that_answers_nothing_gets_few_connections(tmp_path: Path
                 while len(heard) <= number:
                     await anyio.lowlevel.checkpoint()
         wires.close()
+        assert not wires._wires
     assert puppet.connections == WIRES
 
 
