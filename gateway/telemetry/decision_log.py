@@ -213,10 +213,11 @@ class _Files:
         self._size = os.fstat(self._file).st_size
 
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        """Close the file, if it is open."""
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # a network disk that is full: it is closed all the same
+                os.close(file)
 
     def _current(self) -> int:
         """Return the file at the path, locked."""

@@ -1,5 +1,6 @@
 """The log of decisions: appended to from a thread, bounded, shared by processes, and never waited for."""
 
+import errno
 import json
 import logging
 import os
@@ -416,6 +417,31 @@ def test_a_file_that_refuses_loses_lines_and_nothing_else(
 
     assert subject.counted == {"failed": 1}
     assert "No such file or directory" in caplog.text
+
+
+def test_a_disk_that_refuses_only_when_the_file_is_closed_loses_lines_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network disk says at `close` that it is full; the descriptor is gone all the same."""
+    really_close, closed = os.close, list[int]()
+
+    def fail(descriptor: int) -> None:
+        really_close(descriptor)
+        closed.append(descriptor)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    subject = Written(tmp_path / "d.jsonl", max_bytes=1)  # so that it is set aside, and closed, at once
+    subject.log.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", fail)
+        for _ in range(2):
+            subject.log.finished(RECORD)
+            subject.wait(subject.counted.total() + 1)
+        assert len(closed) == 1
+    subject.log.finished(RECORD)
+    subject.log.close()
+
+    assert subject.counted == {"written": 3}
 
 
 def test_a_fault_in_writing_loses_lines_and_nothing_else(
