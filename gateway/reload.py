@@ -156,9 +156,9 @@ class Reloader:
         while True:
             await anyio.sleep(LOOK_S)
             try:
-                source = await in_thread(read, self.path)
-                if source == before and source != self._refused and self._is_news(source):
-                    async with self._turn:
+                async with self._turn:  # not read before, as in `reread`
+                    source = await in_thread(read, self.path)
+                    if source == before and source != self._refused and self._is_news(source):
                         await self._replace(source, "file")
             except OSError as error:
                 if open_files.are_used_up(error):

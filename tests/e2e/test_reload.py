@@ -773,6 +773,40 @@ async def test_a_signal_that_comes_while_the_file_is_replaced_brings_nothing_for
     assert len(reloads) == 2
 
 
+async def test_a_change_that_is_replaced_while_it_waits_to_be_applied_is_not_brought_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reload, "LOOK_S", 0.0)
+    path = unserved(tmp_path)
+    good = path.read_bytes()
+    changed, wanted = good + b"routing: {attempts_max: 4}\n", good + b"routing: {attempts_max: 5}\n"
+    looked_at = LookedAt(path)
+
+    async def put_in_force() -> None:
+        pass
+
+    async def watched() -> None:
+        path.write_bytes(changed)
+        tasks.start_soon(reloader.watch)
+        with anyio.fail_after(20):
+            while not reloader._turn.statistics().tasks_waiting:
+                await anyio.lowlevel.checkpoint()
+
+    def prepare(new: Settings) -> Callable[[], Awaitable[None]]:
+        if len(reloader.versions) == 1:
+            anyio.from_thread.run(watched)
+        return put_in_force
+
+    started = replace(load(path, {}), path=looked_at)
+    reloader = Reloader(started, {}, prepare, dict, SystemClock(), lambda found: None)
+    async with anyio.create_task_group() as tasks:
+        await reloader.put(wanted)
+        await looked_at.again()
+        tasks.cancel_scope.cancel()
+
+    assert [one.source for one in reloader.versions] == [wanted, good]
+
+
 async def test_a_reload_for_which_no_thread_is_left_ends_nothing(
     gateway: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
