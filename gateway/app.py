@@ -15,10 +15,9 @@ from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 import anyio
-import anyio.to_thread
 from anyio.abc import TaskGroup
 
-from gateway import memory, parts
+from gateway import memory, parts, threads
 from gateway.clock import SystemClock
 from gateway.cohort import Cohort
 from gateway.core.backends import Backend
@@ -84,8 +83,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("gateway.process")
 
 CLOSE_S = 30.0
-"""How long telemetry may take to send what is left. A choice: its thread may have died for lack of memory,
-and then never responds."""
+"""How long telemetry may take to send what is left. A choice, longer than its parts should take together: a
+thread of theirs may have died for lack of memory, and then never responds."""
 
 
 @valueclass(frozen=True, slots=True)
@@ -606,8 +605,13 @@ class Gateway:
         if self.jobs is not None:
             await self.jobs.aclose()
         self.estimator.close()
-        with anyio.move_on_after(CLOSE_S):
-            await anyio.to_thread.run_sync(self._close_telemetry, abandon_on_cancel=True)
+        try:
+            closed = threads.in_own(asyncio.get_running_loop(), "telemetry", self._close_telemetry)
+        except OSError:  # no thread can be started
+            self._close_telemetry()
+        else:
+            with anyio.move_on_after(CLOSE_S):
+                await closed
 
     def _close_telemetry(self) -> None:
         """Send and write what is left; an unreachable receiver delays this by some seconds."""

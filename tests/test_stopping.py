@@ -1,31 +1,84 @@
 """A gateway ends, whatever its threads do."""
 
+import fcntl
+import threading
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 import yaml
 from support.site import POLICY
+from telemetry.test_decision_log import RECORD
 
 from gateway import app, settings
+from gateway.replay import reading
+from gateway.telemetry import decision_log
+from gateway.telemetry.decision_log import DecisionLog
 
 
-async def test_a_gateway_ends_though_no_thread_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(app, "CLOSE_S", 0.1)
-    file = tmp_path / "gateway.yaml"
+def one_backend(folder: Path, **sections: Any) -> app.Gateway:
+    """Return a gateway with a backend that nobody serves."""
+    file = folder / "gateway.yaml"
     fleet = {
         "backends": {"light-0": {"url": "http://127.0.0.1:9", "profile": "h100-tp1-light"}},
         "pools": {"light": ["light-0"]},
         "models": {"m": {"classes": [{"class": "c", "pools": ["light"]}]}},
     }
-    file.write_text(yaml.safe_dump({**POLICY, **fleet, "reload": {"watch": False}}))
+    file.write_text(yaml.safe_dump({**POLICY, **fleet, "reload": {"watch": False}, **sections}))
+    return app.Gateway(settings.load(file), {})
+
+
+def with_decisions(folder: Path) -> tuple[app.Gateway, DecisionLog, Path]:
+    """Return a gateway that sends all telemetry there is, its log of decisions, and the file of that."""
+    file = folder / "decisions.jsonl"
+    telemetry = {"otlp": {"endpoint": "http://127.0.0.1:9"}, "metrics": {"interval_s": 3600}}
+    gateway = one_backend(folder, decisions={"file": str(file)}, telemetry=telemetry)
+    assert gateway.decisions is not None
+    return gateway, gateway.decisions, file
+
+
+async def test_a_gateway_whose_threads_are_all_taken_writes_its_last_decisions_and_ends(
+    tmp_path: Path,
+) -> None:
     limiter = anyio.to_thread.current_default_thread_limiter()
     takers = [object() for _ in range(int(limiter.available_tokens))]
+    gateway, decisions, file = with_decisions(tmp_path)
     with anyio.fail_after(20):
-        async with app.Gateway(settings.load(file), {}).running():
+        async with gateway.running():
+            decisions.finished(RECORD)
             for taker in takers:
                 limiter.acquire_on_behalf_of_nowait(taker)
     for taker in takers:
         limiter.release_on_behalf_of(taker)
+
+    assert len(reading.read([file]).entries) == 1
+
+
+async def test_a_gateway_that_can_start_no_thread_writes_its_last_decisions_and_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")  # as Python says it
+
+    gateway, decisions, file = with_decisions(tmp_path)
+    with monkeypatch.context() as patch:
+        async with gateway.running():
+            decisions.finished(RECORD)
+            patch.setattr(threading.Thread, "start", fail)
+
+    assert len(reading.read([file]).entries) == 1
+
+
+async def test_a_gateway_ends_though_its_telemetry_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "CLOSE_S", 0.0)
+    monkeypatch.setattr(decision_log, "END_S", 3600.0)
+    gateway, decisions, file = with_decisions(tmp_path)
+    with file.open() as held:
+        async with gateway.running():
+            fcntl.flock(held, fcntl.LOCK_EX)  # whoever writes to it waits
+            decisions.finished(RECORD)
+        assert decisions._thread.is_alive()
+    await anyio.to_thread.run_sync(decisions._thread.join)

@@ -20,6 +20,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from typing import TypeAlias
 from urllib.parse import urlsplit
@@ -199,8 +200,9 @@ class Tracing(Recorder):
         """Export what is left, and shut down. An unreachable receiver delays this by `END_S`."""
         # The library's shutdown does not interrupt a pending request; the interpreter's exit ends the thread.
         ending = threading.Thread(target=self._processor.shutdown, name="OTLP traces", daemon=True)
-        ending.start()
-        ending.join(END_S)
+        with suppress(RuntimeError):  # no thread can be started
+            ending.start()
+            ending.join(END_S)
         self._sender.shutdown()
 
     def _why_kept(self, record: RequestRecord) -> KeepReason | None:
