@@ -141,8 +141,8 @@ class DecisionLog(Recorder):
             with self._files.locked() as written:
                 parts: list[bytes] = []
                 for version, line in batch:
-                    if version not in written and version in self._policies:
-                        parts.append(self._policies[version])
+                    if version not in written and (policy := self._policies.get(version)) is not None:
+                        parts.append(policy)
                         written.add(version)
                     parts.append(line)
                 self._files.append(b"".join(parts))

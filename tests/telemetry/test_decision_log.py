@@ -1,6 +1,7 @@
 """The log of decisions: appended to from a thread, bounded, shared by processes, and never waited for."""
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -310,11 +311,12 @@ def test_of_the_policies_that_were_in_force_the_newest_are_remembered(tmp_path: 
     subject = Written(file)
     for number in range(POLICIES_MAX):
         subject.log.policy_in_force(replace(POLICY, version=str(number)), FLAGS, {})
-    newest = str(POLICIES_MAX - 1)
-    subject.write(RECORD, replace(RECORD, asked=replace(ASKED, policy=newest)))
+    oldest, newest = "0", str(POLICIES_MAX - 1)
+    known = [replace(RECORD, asked=replace(ASKED, policy=version)) for version in (oldest, newest)]
+    subject.write(RECORD, *known)
 
     found = [line.version if isinstance(line, PolicyLine) else line.policy for line in lines(file)]
-    assert found == ["abc", newest, newest]
+    assert found == ["abc", oldest, oldest, newest, newest]
 
 
 def test_what_a_killed_process_left_unfinished_is_one_line(tmp_path: Path) -> None:
@@ -463,6 +465,45 @@ def test_a_fault_in_writing_loses_lines_and_nothing_else(
     [said] = caplog.records
     assert said.exc_info is not None
     assert [type(line) for line in lines(tmp_path / "d.jsonl")] == [PolicyLine, RequestLine]
+
+
+def test_the_end_does_not_wait_for_a_disk_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decision_log, "BATCH_MAX", 1)
+    monkeypatch.setattr(decision_log, "COLLECT_S", 0.0)
+    file = tmp_path / "d.jsonl"
+    subject = Written(file, queue_max=1)
+    with file.open() as held, monkeypatch.context() as patch:
+        patch.setattr(decision_log, "END_S", 0.0)
+        fcntl.flock(held, fcntl.LOCK_EX)  # the thread waits for it
+        subject.log.start()
+        subject.log.finished(RECORD)
+        while subject.log._queue.qsize():  # until the thread has it
+            os.sched_yield()
+        subject.log.finished(RECORD)
+        subject.log.close()
+        assert subject.counted == {}
+    subject.wait(2)
+    subject.log.close()
+
+    assert subject.counted == {"written": 2}
+
+
+def test_the_file_is_not_held_for_more_than_some_requests_which_do_not_wait_for_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decision_log, "BATCH_MAX", 2)
+    monkeypatch.setattr(decision_log, "COLLECT_S", 3600.0)
+    subject = Written(tmp_path / "d.jsonl")
+    for _ in range(5):
+        subject.log.finished(RECORD)
+    subject.log.start()
+    subject.wait(4)
+    subject.log.close()
+
+    assert subject.counted == {"written": 5}
+    assert subject.times == 3
 
 
 def test_what_is_lost_is_said_once_in_a_while_with_all_that_was_lost_since(
