@@ -1,6 +1,9 @@
 """A gateway ends, whatever its threads do."""
 
 import fcntl
+import io
+import json
+import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -8,13 +11,19 @@ from typing import Any
 import anyio
 import pytest
 import yaml
+from opentelemetry.exporter.otlp.proto.http import metric_exporter, trace_exporter
+from support import clients
 from support.site import POLICY
 from telemetry.test_decision_log import RECORD
 
 from gateway import app, settings
+from gateway.events import about
 from gateway.replay import reading
-from gateway.telemetry import decision_log
+from gateway.telemetry import decision_log, logs
 from gateway.telemetry.decision_log import DecisionLog
+from gateway.telemetry.logs import CALM_LINES
+
+log = logging.getLogger("gateway.test")
 
 
 def one_backend(folder: Path, **sections: Any) -> app.Gateway:
@@ -82,3 +91,53 @@ async def test_a_gateway_ends_though_its_telemetry_does_not(
             decisions.finished(RECORD)
         assert decisions._thread.is_alive()
     await anyio.to_thread.run_sync(decisions._thread.join)
+
+
+async def test_lines_that_were_kept_back_are_written_at_the_end(tmp_path: Path) -> None:
+    written, root = io.StringIO(), logging.getLogger()
+    handlers, level = root.handlers, root.level
+    try:
+        logs.set_up("info", written)
+        async with one_backend(tmp_path).running():
+            for number in range(CALM_LINES + 3):
+                log.warning("number %d", number, extra=about("store_away", store="jobs"))
+    finally:
+        root.handlers, root.level = handlers, level
+
+    told = [
+        line for line in map(json.loads, written.getvalue().splitlines()) if line["event"] == "store_away"
+    ]
+    assert [line["message"] for line in told[-2:]] == [
+        f"number {number}" for number in (CALM_LINES - 1, CALM_LINES + 2)
+    ]
+    assert told[-1]["kept_back"] == 2
+
+
+async def test_a_gateway_that_has_ended_leaves_the_logs_of_libraries_as_they_were(tmp_path: Path) -> None:
+    exporters = [logging.getLogger(module.__name__) for module in (trace_exporter, metric_exporter)]
+    before = [len(one.filters) for one in exporters]
+    gateway, *_ = with_decisions(tmp_path)
+    during = [len(one.filters) for one in exporters]
+    async with gateway.running():
+        pass
+
+    assert during == [count + 1 for count in before]
+    assert [len(one.filters) for one in exporters] == before
+
+
+async def test_a_console_is_not_cut_off_by_the_end(tmp_path: Path) -> None:
+    events = list[str]()
+    begun = anyio.Event()
+
+    async def watch(url: str) -> None:
+        async with clients.http() as client, client.stream("GET", f"{url}/admin/live") as answer:
+            async for line in answer.aiter_lines():
+                events.append(line)
+                begun.set()
+
+    async with anyio.create_task_group() as tasks:
+        async with one_backend(tmp_path).running() as running:
+            tasks.start_soon(watch, str(running.admin_url))
+            await begun.wait()
+
+    assert events
