@@ -187,7 +187,7 @@ class Tracing(Recorder):
 
     def finished(self, record: RequestRecord) -> None:
         """See `ports.Recorder.finished`."""
-        if record.trace is None or not record.trace.is_ours:
+        if record.trace is None:
             return
         why = self._why_kept(record)
         if why is None:
