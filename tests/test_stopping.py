@@ -141,3 +141,15 @@ async def test_a_console_is_not_cut_off_by_the_end(tmp_path: Path) -> None:
             await begun.wait()
 
     assert events
+
+
+async def test_what_could_not_be_revoked_is_said_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = one_backend(tmp_path, store={"url": "redis://127.0.0.1:9"}, jobs={})  # nothing listens there
+    assert gateway.jobs is not None
+    async with gateway.running():
+        gateway.jobs.revocations.add("resp-1", gateway.jobs.store)
+
+    events = [getattr(record, "fields", {}) for record in caplog.records]
+    assert [one["id"] for one in events if one.get("event") == "job_not_revoked"] == ["resp-1"]
