@@ -61,3 +61,5 @@ async def test_a_stall_of_the_loop_is_seen() -> None:
                 await anyio.lowlevel.checkpoint()
         tasks.cancel_scope.cancel()
     assert looks(le="0.5") < looks(le="+Inf")
+    assert watch._timer is not None
+    assert watch._timer.cancelled()  # nothing is measured any more

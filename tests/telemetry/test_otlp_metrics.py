@@ -29,6 +29,7 @@ from gateway.telemetry import tracing
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.otlp_metrics import MetricsPush, metrics_data
 from gateway.telemetry.otlp_metrics import sender as metric_sender
+from gateway.telemetry.receiver_status import ReceiverStatus
 from gateway.telemetry.tracing import Sender, TraceRules, Tracing
 
 PATIENCE_S = 10.0  # a bound for a broken test, not a time anything is expected to take
@@ -122,6 +123,22 @@ async def test_spans_that_are_not_taken_are_one_line_until_they_are(caplog: pyte
         "traces_taken",
     ]
     assert "Wrong Door" in caplog.text
+
+
+def test_while_a_receiver_is_away_the_library_does_not_say_what_it_drops(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    library = logging.getLogger("opentelemetry.sdk._shared_internal")
+    status = ReceiverStatus("library", on_away=lambda _: None, on_back=lambda: None)
+    for is_taken, text in ((True, "before"), (False, "meanwhile"), (True, "after")):
+        status.note(is_taken)
+        library.warning(text)
+    status.close()
+
+    assert [text for text in caplog.messages if text in ("before", "meanwhile", "after")] == [
+        "before",
+        "after",
+    ]
 
 
 async def test_an_error_that_may_be_a_proxys_names_it(
