@@ -24,6 +24,7 @@ _DEPTH_MAX = 40
 """Maximum depth of a file. A choice: it stops an anchor that contains itself."""
 
 _MERGE = "tag:yaml.org,2002:merge"
+_PLAIN = frozenset({"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"})
 _OCTAL = re.compile(r"(?P<sign>[-+]?)0[0_]*(?P<digits>[1-7][0-7_]*)")
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<default>:-[^}]*)?\}|\$\{")
 
@@ -43,14 +44,14 @@ class Tree:
     Attributes:
         data: The plain values.
         values, keys: Positions of each value, and of the key in front of it, by path.
-        substituted: Paths of the values that name a variable.
+        substituted: The values that name a variable, as they are written, by path.
         problems: `(mark, message)` of errors in the text itself.
     """
 
     data: Any = None
     values: dict[Path, Mark] = field(default_factory=dict)
     keys: dict[Path, Mark] = field(default_factory=dict)
-    substituted: set[Path] = field(default_factory=set)
+    substituted: dict[Path, str] = field(default_factory=dict)
     problems: list[tuple[Mark, str]] = field(default_factory=list)
 
     def known(self, path: Path) -> Path:
@@ -130,12 +131,14 @@ class _Builder:
     def build(self, node: yaml.Node, path: Path) -> Any:
         self._count(len(path))
         self._tree.values.setdefault(path, _mark(node.start_mark))
+        if not isinstance(node, yaml.ScalarNode) and node.tag not in _PLAIN:  # of scalars, PyYAML says so
+            self._complain(_mark(node.start_mark), "there are no tags here; leave out what begins with !")
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
         if _VARIABLE.search(node.value):
-            self._tree.substituted.add(path)
+            self._tree.substituted[path] = node.value
         return self._scalar(node)
 
     def _complain(self, mark: Mark, message: str) -> None:
@@ -149,29 +152,40 @@ class _Builder:
     def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
         built: dict[str, Any] = {}
         merges: list[yaml.Node] = []
+        for key, mark, value in self._entries(node, merges):
+            self._tree.keys[(*path, key)] = mark
+            built[key] = self.build(value, (*path, key))
+        for merge in merges:
+            for key, mark, value in self._merged(merge):
+                if key not in built:
+                    self._tree.keys.setdefault((*path, key), mark)
+                    built[key] = self.build(value, (*path, key))
+        return built
+
+    def _entries(
+        self, node: yaml.MappingNode, merges: list[yaml.Node]
+    ) -> Iterator[tuple[str, Mark, yaml.Node]]:
+        """Yield the entries of a mapping, each key once; append what `<<` is to merge in to `merges`."""
+        first: dict[str, int] = {}
         for key_node, value_node in node.value:
             if key_node.tag == _MERGE:
                 merges.append(value_node)
                 continue
             mark = _mark(key_node.start_mark)
-            key = self._constructed(key_node) if isinstance(key_node, yaml.ScalarNode) else None
-            if not isinstance(key, str):
-                written = repr(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "it"
-                self._complain(mark, f"a key must be text; put {written} in quotes")
-                key = str(key_node.value)
-            key = self._characters(key, mark)
-            if key in built:
-                first = self._tree.keys[(*path, key)].line
-                self._complain(mark, f'"{key}" is given twice, first in line {first}')
+            key = self._key(key_node, mark)
+            if key in first:
+                self._complain(mark, f'"{key}" is given twice, first in line {first[key]}')
                 continue
-            self._tree.keys[(*path, key)] = mark
-            built[key] = self.build(value_node, (*path, key))
-        for merge in merges:
-            for key, key_mark, value in self._merged(merge):
-                if key not in built:
-                    self._tree.keys.setdefault((*path, key), key_mark)
-                    built[key] = self.build(value, (*path, key))
-        return built
+            first[key] = mark.line
+            yield key, mark, value_node
+
+    def _key(self, node: yaml.Node, mark: Mark) -> str:
+        key = self._constructed(node) if isinstance(node, yaml.ScalarNode) else None
+        if not isinstance(key, str):
+            written = repr(node.value) if isinstance(node, yaml.ScalarNode) else "it"
+            self._complain(mark, f"a key must be text; put {written} in quotes")
+            key = str(node.value)
+        return self._characters(key, mark)
 
     def _merged(self, node: yaml.Node, depth: int = 0) -> Iterator[tuple[str, Mark, yaml.Node]]:
         """Yield the entries that `<<: *anchor` (or a list of anchors) merges in, those that count first."""
@@ -182,13 +196,9 @@ class _Builder:
                 self._complain(_mark(source.start_mark), "<< takes a mapping, or a list of them")
                 continue
             inner: list[yaml.Node] = []
-            for key_node, value_node in source.value:
+            for entry in self._entries(source, inner):
                 self._count(depth)
-                mark = _mark(key_node.start_mark)
-                if key_node.tag == _MERGE:
-                    inner.append(value_node)
-                else:
-                    yield self._characters(str(key_node.value), mark), mark, value_node
+                yield entry
             for one in inner:
                 yield from self._merged(one, depth + 1)
 
@@ -228,6 +238,9 @@ class _Builder:
             if isinstance(value, bytes):
                 raise ValueError("there are no binary values here")
             return value
+        except IndexError:  # of an empty text that is tagged as a number
+            self._complain(_mark(node.start_mark), "this is not a valid value: there is no number")
+            return None
         except (ValueError, KeyError, OverflowError, AttributeError) as error:
             # The last one is raised for a text that is tagged as a date and is not one.
             why = "it is not a date" if isinstance(error, AttributeError) else error

@@ -58,6 +58,14 @@ def test_a_path_written_in_full_finds_its_short_form() -> None:
         pytest.param('a: "\\UFFFFFFFF"\n', "not YAML that can be used", 1, id="an-escape-beyond-numbers"),
         pytest.param('a:\n  b: "x\\0y"\n', r"can have \0 in it", 2, id="an-escape-for-the-end-of-a-text"),
         pytest.param("a: " + "[" * 5000, "not YAML that can be used", 1, id="nested-too-deep"),
+        pytest.param("a: 1\nb: !!int\n", "there is no number", 2, id="nothing-called-a-number"),
+        pytest.param("a: 1\nb: !!float _\n", "there is no number", 2, id="a-blank-called-a-number"),
+        pytest.param("a: 1\nb: !x {c: 1}\n", "there are no tags", 2, id="a-tag-of-a-mapping"),
+        pytest.param("a: 1\nb: !x [c]\n", "there are no tags", 2, id="a-tag-of-a-list"),
+        pytest.param("a: 1\n<<: {3: x}\n", "a key must be text; put '3'", 2, id="a-number-merged-in-as-key"),
+        pytest.param(
+            "a: 1\n<<: {b: 1,\n b: 2}\n", '"b" is given twice, first in line 2', 3, id="merged-in-twice"
+        ),
         pytest.param("a: 1\n---\nb: 2\n", "single document", 2, id="two-documents"),
         pytest.param("", "the file is empty", 1, id="empty"),
         pytest.param("# only a comment\n", "the file is empty", 1, id="only-a-comment"),
@@ -101,6 +109,12 @@ def test_anchors_and_merge_keys_work() -> None:
     assert not found.problems
     assert found.data["b"] == {"url": "u", "drain": True}
     assert found.data["c"] == {"url": "u", "drain": False}
+
+
+def test_a_mapping_and_a_list_may_be_called_so() -> None:
+    found = tree("a: !!map {b: !!seq [1]}\n")
+    assert not found.problems
+    assert found.data == {"a": {"b": [1]}}
 
 
 def test_what_is_merged_in_may_merge_in_more_and_comes_first() -> None:
