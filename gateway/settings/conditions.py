@@ -6,6 +6,9 @@ from typing import Any
 from gateway.core.policy import Bound, Comparison
 from gateway.core.request import SECRET_HEADERS
 
+WHOLE_MAX = 2**53
+"""The largest integer; up to it, integers are exact as floats, to which most figures are converted."""
+
 _PART = re.compile(r"\s*(>=|>|<=|<|==|=|)\s*([0-9]+(?:_[0-9]+)*)\s*")
 _GROUPED = re.compile(r"[0-9]{1,3}(?:,\s?[0-9]{3})+(?![0-9])")
 _HEADER_NAME = re.compile(r"[0-9a-z!#$%&'*+.^_`|~-]+")
@@ -90,10 +93,13 @@ def _parse(part: str) -> Bound:
     if match is None:
         raise ValueError(f"{part.strip()!r} is not a comparison; {_HELP}")
     sign = match[1]
-    return _bound(Comparison.EQ if sign in {"", "="} else Comparison(sign), int(match[2]))
+    number = int(match[2]) if len(match[2]) < 1000 else WHOLE_MAX + 1  # Python refuses longer ones
+    return _bound(Comparison.EQ if sign in {"", "="} else Comparison(sign), number)
 
 
 def _bound(op: Comparison, value: int) -> Bound:
     if value < 0:
         raise ValueError("counts are never negative")
+    if value > WHOLE_MAX:
+        raise ValueError(f"it must be at most {WHOLE_MAX:,}")
     return Bound(op, value)

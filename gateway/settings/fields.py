@@ -27,7 +27,7 @@ from gateway.core.policy import Bound
 from gateway.core.versions import VersionBound
 from gateway.core.webhooks import EVENT_TYPES
 from gateway.profiles.figures import prompt_tokens_max
-from gateway.settings.conditions import bounds, count_bounds, header_name, header_values
+from gateway.settings.conditions import WHOLE_MAX, bounds, count_bounds, header_name, header_values
 
 
 class Section(BaseModel):
@@ -71,9 +71,6 @@ def number(written: Any) -> Any:
         raise ValueError("a number is needed, not true or false")
     return written
 
-
-WHOLE_MAX = 2**53
-"""The largest integer; up to it, integers are exact as floats, to which most figures are converted."""
 
 SECONDS_MAX = 315_360_000
 """Ten years. A choice: longer than anything here lasts, and short enough for every timer and for Redis to

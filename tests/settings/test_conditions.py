@@ -36,6 +36,21 @@ def test_comparisons(written: Any, meant: list[tuple[Comparison, int]]) -> None:
 
 @pytest.mark.parametrize(
     "written",
+    [2**53 + 1, f"<= {2**53 + 1}", f"> {'9' * 999}", f"> {'9' * 4300}", f"< {'9' * 5000}"],
+    ids=["a-number", "one-more", "long", "as-long-as-python-reads", "longer"],
+)
+def test_no_number_is_larger_than_what_is_exact(written: Any) -> None:
+    """Texts about one of 4,300 digits cannot be written, so that `check` itself ended in an error."""
+    with pytest.raises(ValueError, match=r"^it must be at most 9,007,199,254,740,992$"):
+        bounds(written)
+
+
+def test_the_largest_number() -> None:
+    assert bounds(f"<= {2**53}") == (Bound(LE, 2**53),)
+
+
+@pytest.mark.parametrize(
+    "written",
     [
         pytest.param("about 16000", id="words"),
         pytest.param(">= 16K", id="a-unit-that-may-mean-two-things"),
