@@ -3,7 +3,7 @@
 import re
 from ipaddress import IPv4Address
 from typing import Annotated, Any, NamedTuple
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -16,6 +16,9 @@ class Address(NamedTuple):
 
     host: str
     port: int
+
+
+_HOST_AND_PORT = "write it as host:port, such as 127.0.0.1:8080, 0.0.0.0:8080 or [::1]:8080"
 
 
 def address(written: str) -> Address:
@@ -31,12 +34,27 @@ def address(written: str) -> Address:
         bare in {"", "*"}  # getaddrinfo treats "*" like an empty name, which is loopback
         or not port.isascii()
         or not port.isdigit()
+        or len(port.lstrip("0")) > 5
         or int(port) > PORT_MAX
         or (":" in bare and not bracketed)
     ):
-        raise ValueError("write it as host:port, such as 127.0.0.1:8080, 0.0.0.0:8080 or [::1]:8080")
+        raise ValueError(_HOST_AND_PORT)
+    _no_variable(bare)
+    if not (_ADDRESS_V6 if bracketed else _NAME).fullmatch(bare):
+        raise ValueError(f"its host is neither a name nor an address; {_HOST_AND_PORT}")
     _no_false_address(bare)
     return Address(bare, int(port))
+
+
+_ADDRESS_V6 = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.~-]+)?")
+_NAME = re.compile(r"[^\s!-,/:-@\[-^`{-\x7f]+")
+"""A host by name or IPv4 address: of the ASCII characters, letters, digits, `-`, `.` and `_`."""
+
+
+def _no_variable(host: str) -> None:
+    """Raise ValueError for a host with a variable that is not replaced."""
+    if "$" in host:
+        raise ValueError("a variable is written as ${NAME}, with braces")
 
 
 _WILDCARDS = {"0.0.0.0": 4, "::": 0}
@@ -105,8 +123,13 @@ def _no_false_host(url: SplitResult) -> None:
         raise ValueError("a host has letters (others than ASCII as xn--), digits, `-`, `.` and `_`")
 
 
+_UNSEEN = re.compile(r"[\x00-\x1f\x7f]|^ | $")
+
+
 def _split(written: str, example: str) -> SplitResult:
     """Split a URL. Messages, here and below, never contain it, because it may hold a password."""
+    if _UNSEEN.search(written):  # `urlsplit` leaves it out, what sends a request may not
+        raise ValueError("there is a line break in it, a tab, or a blank at its end or beginning")
     try:
         url = urlsplit(written)
         _ = url.port
@@ -123,8 +146,7 @@ def _base_url(written: str) -> str:
     """Return the URL as `_url` does, without a trailing slash."""
     url = _split(written, "http://host:port")
     host = url.hostname
-    if "$" in (host or ""):
-        raise ValueError("a variable is written as ${NAME}, with braces")
+    _no_variable(host or "")
     if url.scheme not in {"http", "https"} or not host or url.port == 0:
         raise ValueError("write it as http://host:port or https://host:port")
     _no_false_address(host)
@@ -170,6 +192,11 @@ def _store_url(written: str) -> str:
         raise ValueError(f"write it as redis://host:6379/0. {_ESCAPED}")
     if not re.fullmatch(r"/?[0-9]*", url.path):
         raise ValueError("what follows host and port is the number of a database, as in redis://host:6379/0")
+    host = unquote(url.hostname)
+    _no_variable(host)
+    if not (_ADDRESS_V6 if ":" in host else _NAME).fullmatch(host):
+        raise ValueError("its host is neither a name nor an address; write it as redis://host:6379/0")
+    _no_false_address(host)
     return written
 
 
