@@ -1,6 +1,7 @@
 """Warnings: valid settings that are probably mistakes."""
 
 import ipaddress
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, reduce
 from hashlib import sha256
@@ -12,7 +13,7 @@ from gateway.core.backends import Backend, Capacity
 from gateway.core.policy import ModelPolicy, Policy, TrafficClass
 from gateway.core.quirks import WORKAROUNDS
 from gateway.settings.policies import mixed_pools
-from gateway.settings.problems import Finding, Problem, closest
+from gateway.settings.problems import Finding, Known, Problem
 from gateway.settings.reach import Reach, reach
 from gateway.settings.resolved import Settings
 from gateway.settings.sections.site_profiles import resolve
@@ -337,7 +338,7 @@ _OFF_IF_EMPTY: Mapping[Path, str] = {
 
 
 def _empty(settings: Settings) -> Iterator[Finding]:
-    """Yield keys without a value that turn something off: for other sections that means the defaults."""
+    """Yield keys without a value that turn something off, or exclude nothing: others mean the defaults."""
     data, given = settings.tree.data, settings.tree.values
     for path, effect in _OFF_IF_EMPTY.items():
         if path in given and reduce(getitem, path, data) is None:
@@ -350,6 +351,10 @@ def _empty(settings: Settings) -> Iterator[Finding]:
                     f"the `queue` of class {one.name} is empty: its chats are jobs only with `queue: {{}}`"
                 )
                 yield Finding(path, message)
+            for key in sorted(one.when.model_fields_set):
+                if getattr(one.when, key) is None:
+                    message = f"`{key}` in the `when` of class {one.name} is empty: it excludes no request"
+                    yield Finding(("models", model, "classes", index, "when", key), message)
 
 
 def _boxes(settings: Settings, policy: Policy) -> Iterator[Finding]:
@@ -380,6 +385,12 @@ def _quirks(name: str, settings: Settings) -> Iterator[str]:
             yield f"backend {name}: its profile has no quirk {quirk} to remove"
 
 
+_VARIABLE = re.compile(r"\$\{\w+(?::-([^}]*))?\}")
+"""A variable in a value as it is written, with the default that may stand there, too."""
+
+_PASSWORD = re.compile(r"://[^@]*:[^@]+@|[?&]password=[^&]")
+
+
 def _exposure(settings: Settings) -> Iterator[Finding]:
     if settings.document.keys is None and not _is_loopback(settings.listen.host):
         message = "no `keys`, and `listen` is not a loopback address: everyone who can reach it may use it"
@@ -391,9 +402,9 @@ def _exposure(settings: Settings) -> Iterator[Finding]:
         message = "the admin address is not a loopback one: everyone who can reach it sees status and metrics"
         yield Finding(("admin",), message)
     path = settings.tree.known(("store", "url"))
-    if settings.document.store is not None and path and path not in settings.tree.substituted:
-        url = urlsplit(settings.document.store.url)
-        if url.password or "password=" in url.query:
+    if settings.document.store is not None and path:
+        written = settings.tree.substituted.get(path, settings.document.store.url)
+        if _PASSWORD.search(_VARIABLE.sub(r"\1", written)):
             message = (
                 "the store's password is in this file, which the admin port shows: "
                 "write it as ${NAME}, from an environment variable"
@@ -418,11 +429,14 @@ def _keys(settings: Settings) -> Iterator[Finding]:
 
 
 def _priorities(settings: Settings) -> Iterator[Finding]:
-    jobs, keys = settings.document.jobs, settings.document.keys or {}
+    jobs, known = settings.document.jobs, Known(settings.document.keys or {})
     for name in {} if jobs is None else jobs.priorities:
-        if name not in keys:
-            message = f'there is no API key "{name}"; nobody has this priority'
-            yield Finding(("jobs", "priorities", name), message, closest(name, keys))
+        if name not in known:
+            suggestion, _ = known.instead_of(name)
+            # A key may stand where its name belongs: only what is like a name is repeated.
+            missing = f'API key "{name}"' if suggestion else "API key of this name"
+            message = f"there is no {missing}; nobody has this priority"
+            yield Finding(("jobs", "priorities", name), message, suggestion)
 
 
 _LOCAL_ENDINGS = (".local", ".localhost", ".internal", ".lan", ".home.arpa", ".svc", ".cluster.local")

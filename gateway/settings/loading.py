@@ -120,7 +120,8 @@ def beside(started: Settings, running: Settings, new: Settings) -> Settings:
                 warnings=new.warnings,
             )
     message = "together with settings that cannot change while the gateway runs: "
-    raise ConfigError("\n".join(f"{'.'.join(map(str, one.path))}: {message}{one.message}" for one in found))
+    placed = (new.problem(one.path, f"{message}{one.message}", at_key=one.at_key) for one in found)
+    raise ConfigError("\n".join(map(str, placed)))
 
 
 def _held_back(section: Mapping[str, Any], wanted: Mapping[str, Any] | None) -> Mapping[str, Any]:

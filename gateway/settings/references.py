@@ -14,13 +14,15 @@ from gateway import profiles
 from gateway.core.webhooks import address_refusal
 from gateway.settings.addresses import address, overlap
 from gateway.settings.document import Document
-from gateway.settings.problems import Finding, closest
+from gateway.settings.problems import Finding, Known
 from gateway.settings.yaml_tree import Path
 
 _NUMERIC = re.compile(r"[0-9a-fx.]*\d")
 """An IPv4 address in any notation that the system's resolver accepts: 127.1 is one."""
 
 _THIS_MACHINE = frozenset({"127.0.0.1", "::1", "0.0.0.0", "::"})
+
+API_KEY = "API key"
 
 _LISTENERS = {name: Document.model_fields[name].default for name in ("listen", "admin")}
 """The addresses of this gateway, with their defaults."""
@@ -41,12 +43,13 @@ def findings(data: Any) -> Iterator[Finding]:
 
 def _profiles(top: Mapping[str, Any]) -> Iterator[Finding]:
     site = _mapping(top.get("profiles"))
-    known = {*profiles.names(), *site}
+    shipped = Known(profiles.names())
+    known = Known((*profiles.names(), *site))
     for name, section in site.items():
         base = _mapping(section).get("extends")
-        if isinstance(base, str) and base not in profiles.names():
+        if isinstance(base, str) and base not in shipped:
             path = ("profiles", name, "extends")
-            yield _unknown(path, "shipped profile", base, profiles.names())
+            yield _unknown(path, "shipped profile", base, shipped)
     for name, section in _mapping(top.get("backends")).items():
         used = _mapping(section).get("profile")
         if isinstance(used, str) and used not in known:
@@ -54,11 +57,12 @@ def _profiles(top: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _quirks(top: Mapping[str, Any]) -> Iterator[Finding]:
+    known = Known(profiles.QUIRKS)
     for name, section in _mapping(top.get("backends")).items():
         path: Path = ("backends", name, "quirks")
         own = _mapping(_mapping(section).get("quirks"))
         for key in ("add", "remove"):
-            yield from _names((*path, key), "quirk", own.get(key), profiles.QUIRKS)
+            yield from _names((*path, key), "quirk", own.get(key), known)
         added = _one_or_list(own.get("add"))
         for quirk in _one_or_list(own.get("remove")):
             if quirk in added:
@@ -98,7 +102,7 @@ def _own_servers(top: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _pools(top: Mapping[str, Any]) -> Iterator[Finding]:
-    backends = _mapping(top.get("backends"))
+    backends = Known(_mapping(top.get("backends")))
     for name, section in _mapping(top.get("pools")).items():
         path: Path = ("pools", name)
         listed = section
@@ -108,7 +112,7 @@ def _pools(top: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _boxes(top: Mapping[str, Any]) -> Iterator[Finding]:
-    backends = _mapping(top.get("backends"))
+    backends = Known(_mapping(top.get("backends")))
     taken: dict[str, str] = {}
     for name, section in _mapping(top.get("boxes")).items():
         members = _mapping(_mapping(section).get("backends"))
@@ -121,14 +125,17 @@ def _boxes(top: Mapping[str, Any]) -> Iterator[Finding]:
             taken.setdefault(member, name)
         default = _mapping(section).get("default")
         if isinstance(default, str) and members and default not in members:
-            yield _unknown(("boxes", name, "default"), "backend of this box", default, members)
+            yield _unknown(("boxes", name, "default"), "backend of this box", default, Known(members))
 
 
 def _models(top: Mapping[str, Any]) -> Iterator[Finding]:
-    pools, keys = _mapping(top.get("pools")), _mapping(top.get("keys"))
+    pools, keys = Known(_mapping(top.get("pools"))), Known(_mapping(top.get("keys")))
     taken: dict[str, str] = {}
     for model, section in _mapping(top.get("models")).items():
         path: Path = ("models", model)
+        if "${" in model:
+            message = "${NAME} is replaced in values only, not in the name of a key: write the name itself"
+            yield Finding(path, message, at_key=True)
         for place, name in _public_names(path, model, section):
             if name in taken:
                 yield Finding(place, f'"{name}" already names a model: {taken[name]}')
@@ -138,7 +145,7 @@ def _models(top: Mapping[str, Any]) -> Iterator[Finding]:
             one, at = _mapping(written), (*path, "classes", index)
             yield from _names((*at, "pools"), "pool", one.get("pools"), pools)
             key = _mapping(one.get("when")).get("key")
-            yield from _names((*at, "when", "key"), "API key", key, keys)
+            yield from _names((*at, "when", "key"), API_KEY, key, keys)
             label = one.get("class")
             if isinstance(label, str) and label in classes:
                 message = f"class {label} is listed twice; use one entry, or two names: they label metrics"
@@ -156,10 +163,10 @@ def _public_names(path: Path, model: str, section: Any) -> Iterator[tuple[Path, 
 
 
 def _webhooks(top: Mapping[str, Any]) -> Iterator[Finding]:
-    keys = _mapping(top.get("keys"))
+    keys = Known(_mapping(top.get("keys")))
     for name, written in _mapping(top.get("webhooks")).items():
         section, path = _mapping(written), ("webhooks", name)
-        yield from _names((*path, "keys"), "API key", section.get("keys"), keys)
+        yield from _names((*path, "keys"), API_KEY, section.get("keys"), keys)
         url, allow_private = section.get("url"), section.get("allow_private") is True
         if isinstance(url, str) and (why := _never_sent_to(url, allow_private)):
             hint = "; `allow_private: true` allows it" if why in ("private", "loopback") else ""
@@ -187,7 +194,7 @@ def _listeners(top: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(("admin" if "admin" in top else "listen",), message)
 
 
-def _names(path: Path, kind: str, listed: Any, known: Mapping[str, Any]) -> Iterator[Finding]:
+def _names(path: Path, kind: str, listed: Any, known: Known) -> Iterator[Finding]:
     single = isinstance(listed, str)
     seen: set[str] = set()
     for index, name in enumerate([listed] if single else _list(listed)):
@@ -201,10 +208,11 @@ def _names(path: Path, kind: str, listed: Any, known: Mapping[str, Any]) -> Iter
         seen.add(name)
 
 
-def _unknown(path: Path, kind: str, name: str, known: Any) -> Finding:
-    suggestion = closest(name, known)
-    listing = "" if suggestion or not known else f"; there are {', '.join(sorted(known))}"
-    return Finding(path, f'there is no {kind} "{name}"{listing}', suggestion)
+def _unknown(path: Path, kind: str, name: str, known: Known) -> Finding:
+    suggestion, listing = known.instead_of(name)
+    # A key may stand where its name belongs: only what is like a name is repeated.
+    missing = f'{kind} "{name}"' if kind != API_KEY or suggestion else f"{kind} of this name"
+    return Finding(path, f"there is no {missing}{listing}", suggestion)
 
 
 def _server(url: str) -> str | None:

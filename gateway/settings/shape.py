@@ -15,10 +15,14 @@ from gateway.settings.yaml_tree import Path
 
 _SECRET_PARTS = frozenset(
     {
-        *("keys", "url", "endpoint", "allowed_origins"),
+        *("keys", "url", "endpoint", "allowed_origins", "body"),
         *("api_key_env", "api_key_file", "secret_env", "secret_file", "headers_env", "token_env"),
     }
 )  # values at these paths are never quoted
+
+
+_SECRET_TEXT = re.compile("://|@")
+"""What a text has that may hold a password: a URL, for example in place of a section with one."""
 
 
 def findings(error: ValidationError) -> Iterator[Finding]:
@@ -51,9 +55,9 @@ def _unknown_key(path: Path) -> Finding:
     key = str(path[-1])
     section = _section(path[:-1])
     fields = _keys(section) if section is not None else {}
-    name, colon, _ = key.partition(":")
-    if colon and name in fields:  # its value is not repeated: it may be a secret
-        return Finding(path, f'put a space after "{name}:"', at_key=True)
+    key, colon, _ = key.partition(":")  # what stands behind it may be a secret
+    if colon and key in fields:
+        return Finding(path, f'put a space after "{key}:"', at_key=True)
     meant = _ELSEWHERE.get(key, key)
     suggestion = closest(meant, fields)
     if not suggestion:
@@ -61,9 +65,8 @@ def _unknown_key(path: Path) -> Finding:
         suggestion = f'"{homes[0]}: {{{meant}: ...}}"' if homes else ""
     listing = "" if suggestion else f"; known here: {', '.join(sorted(fields))}"
     where = _dotted(path[:-1])
-    return Finding(
-        path, f'unknown key "{key}"{f" in {where}" if where else ""}{listing}', suggestion, at_key=True
-    )
+    message = f'unknown key "{key}{colon}"{f" in {where}" if where else ""}{listing}'
+    return Finding(path, message, suggestion, at_key=True)
 
 
 def _missing(path: Path) -> str:
@@ -117,12 +120,16 @@ def _given(path: Path, value: Any) -> str:
     """Return the value found instead, if it is short and not a secret."""
     if _SECRET_PARTS & {part for part in path if isinstance(part, str)}:
         return ""
+    if isinstance(value, str) and _SECRET_TEXT.search(value):
+        return ""
     if isinstance(value, str | int | float | bool) and len(str(value)) <= 40:
         return repr(value) if isinstance(value, str) else str(value).lower()
     return ""
 
 
 def _dotted(path: Path) -> str:
+    if path[:1] == ("keys",):  # a key may stand where its name belongs
+        path = (*path[:1], *path[2:])
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
 

@@ -198,6 +198,24 @@ def test_a_good_file_has_no_warning(checked: Check, plain: str) -> None:
             "the store's password is in this file",
             id="a-password-in-an-option",
         ),
+        pytest.param(
+            ("backends:", "store: redis://:geheim@${HOST:-h}:6379/0\nbackends:"),
+            2,
+            "the store's password is in this file",
+            id="a-password-beside-a-variable",
+        ),
+        pytest.param(
+            ("backends:", "store: redis://:${PASSWORD:-geheim}@h:6379/0\nbackends:"),
+            2,
+            "the store's password is in this file",
+            id="a-password-as-a-default",
+        ),
+        pytest.param(
+            ("{class: short_chat,", "{class: short_chat, when: {prompt_tokens: },"),
+            13,
+            "`prompt_tokens` in the `when` of class short_chat is empty: it excludes no request",
+            id="a-condition-without-a-value",
+        ),
     ],
 )
 def test_what_is_doubtful_is_said_where_it_stands(
@@ -212,7 +230,15 @@ def test_what_is_doubtful_is_said_where_it_stands(
     assert found[0].line == line
 
 
-@pytest.mark.parametrize("store", ["redis://:${PASSWORD}@h:6379/0", "{url: 'redis://:${PASSWORD}@h:6379/0'}"])
+@pytest.mark.parametrize(
+    "store",
+    [
+        "redis://:${PASSWORD}@h:6379/0",
+        "{url: 'redis://:${PASSWORD}@h:6379/0'}",
+        "redis://${USER:-gateway}:${PASSWORD:-}@h:6379/0?password=${PASSWORD}",
+        "${STORE:-redis://h:6379/0}",
+    ],
+)
 def test_a_password_from_the_environment_is_no_warning(checked: Check, plain: str, store: str) -> None:
     report = checked(plain.replace("backends:", f"store: {store}\nbackends:", 1), {"PASSWORD": "geheim"})
 
@@ -263,7 +289,7 @@ def test_a_key_that_nobody_is_known_by(checked: Check, plain: str, second: str, 
         pytest.param(
             "bach", ['no API key "bach"; nobody has this priority (did you mean "batch"?)'], id="like-a-key"
         ),
-        pytest.param("other", ['no API key "other"; nobody has this priority'], id="no-key"),
+        pytest.param("other", ["no API key of this name; nobody has this priority"], id="no-key"),
     ],
 )
 def test_priorities_are_those_of_keys(checked: Check, plain: str, name: str, warnings: list[str]) -> None:

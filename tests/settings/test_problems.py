@@ -7,10 +7,11 @@ from urllib.parse import quote
 import pytest
 
 from gateway.core.errors import ConfigError
-from gateway.settings import CheckReport, check, load
-from gateway.settings.problems import Problem, closest
+from gateway.settings import CheckReport, beside, check, load
+from gateway.settings.problems import Known, Problem, closest
 
 Check = Callable[..., CheckReport]
+Write = Callable[[str], Path]
 
 BAD = """\
 listen: 8080
@@ -255,6 +256,31 @@ def test_what_is_no_origin(checked: Check, plain: str, written: str, message: st
         pytest.param(
             ("backends:", "listen: 10.0.0.256:8080\nbackends:"), "is no IP address", id="listen-nowhere"
         ),
+        pytest.param(
+            ("backends:", "listen: $HOST:8080\nbackends:"), "${NAME}, with braces", id="listen-no-braces"
+        ),
+        pytest.param(
+            ("backends:", "listen: a b:8080\nbackends:"), "its host is neither a name", id="listen-with-blank"
+        ),
+        pytest.param(("backends:", "admin: a/b:8080\nbackends:"), "is neither a name", id="admin-with-path"),
+        pytest.param(("backends:", "admin: '[zz]:8080'\nbackends:"), "is neither a name", id="no-v6-address"),
+        pytest.param(
+            ("backends:", f"listen: a:{'9' * 5000}\nbackends:"), "write it as host:port", id="a-long-port"
+        ),
+        pytest.param(
+            ("backends:", "store: redis://$HOST:6379\nbackends:"),
+            "${NAME}, with braces",
+            id="store-no-braces",
+        ),
+        pytest.param(
+            ("backends:", "store: redis://a b:6379\nbackends:"), "its host is neither", id="store-with-blank"
+        ),
+        pytest.param(
+            ("backends:", "store: redis://10.0.0.256\nbackends:"), "is no IP address", id="store-nowhere"
+        ),
+        pytest.param(
+            ("  gemma-4:", "  ${MODEL}:"), "${NAME} is replaced in values only", id="a-variable-as-key"
+        ),
         pytest.param(("backends:", "listen: ::1:8080\nbackends:"), "[::1]:8080", id="v6-without-brackets"),
         pytest.param(
             ("backends:", "health: {failures: true}\nbackends:"), "a number is needed", id="true-as-number"
@@ -482,6 +508,32 @@ def test_a_late_request_may_wait_as_long_as_any_other_and_longer(
             ("backends:", "telemetry: {otlp: {endpoint: http://u:hunter2@host}}\nbackends:"), id="a-receiver"
         ),
         pytest.param(("backends:", "allowed_origins: ['https://u:hunter2@host']\nbackends:"), id="an-origin"),
+        pytest.param(
+            ("backends:", "telemetry: {otlp: 'http://u:hunter2@host'}\nbackends:"), id="a-url-for-its-section"
+        ),
+        pytest.param(
+            ("{url: http://127.0.0.1:9001, profile: h100-tp1-light}", "u:hunter2@host"),
+            id="credentials-for-a-backend",
+        ),
+        pytest.param(("9001,", "9001, api_key:hunter2,"), id="no-blank-behind-a-key-of-another-name"),
+        pytest.param(("backends:", "keys: {a:hunter2}\nbackends:"), id="no-blank-behind-the-name-of-a-key"),
+        pytest.param(("backends:", "keys: {hunter2}\nbackends:"), id="a-key-without-a-name"),
+        pytest.param(("{images: true}", "{key: hunter2}"), id="a-key-for-its-name"),
+        pytest.param(
+            (
+                "backends:",
+                "webhooks: {a: {url: https://a/, secret_env: S, keys: [hunter2, b]}}\n"
+                "keys: {b: {env: B}}\nbackends:",
+            ),
+            id="a-key-for-its-name-in-a-webhook",
+        ),
+        pytest.param(
+            (
+                "backends:",
+                "boxes: {b: {backends: {push: {http: {start: {body: hunter2}}}}}}\nbackends:",
+            ),
+            id="a-text-for-a-body",
+        ),
     ],
 )
 def test_no_message_repeats_a_secret(checked: Check, plain: str, change: tuple[str, str]) -> None:
@@ -552,9 +604,51 @@ def test_suggestions_are_near_or_absent(word: str, meant: str) -> None:
     assert closest(word, ["knee_seqs", "drain", "url"]) == meant
 
 
+def test_what_is_said_of_very_many_wrong_names_is_bounded() -> None:
+    known = Known(f"light-{number}" for number in range(30))
+    said = [known.instead_of(f"lihgt-{number}") for number in range(30)]
+    assert said[:20] == [(f'"light-{number}"', "") for number in range(20)]
+    assert said[20:] == [("", "")] * 10
+
+
+def test_of_very_many_names_only_some_are_compared_and_listed() -> None:
+    few, many = (Known(f"light-{number:03}" for number in range(count)) for count in (500, 501))
+    assert few.instead_of("lihgt-007") == ('"light-007"', "")
+    listed = ", ".join(f"light-{number:03}" for number in range(50))
+    assert few.instead_of("x") == ("", f"; there are {listed} and 450 more")
+    assert many.instead_of("lihgt-007") == ("", f"; there are {listed} and 451 more")
+    assert Known(["b", "a"]).instead_of("x") == ("", "; there are a, b")
+    assert Known([]).instead_of("x") == ("", "")
+
+
+def test_what_a_running_gateway_cannot_take_is_said_with_its_line(write: Write, plain: str) -> None:
+    started = load(write(f"listen: 127.0.0.1:7000\n{plain}"), {})
+    new = load(write(plain.replace(":9002", ":7000")), {})
+
+    with pytest.raises(ConfigError) as caught:
+        beside(started, started, new)
+
+    assert str(caught.value) == (
+        f"{new.path}:4:15: together with settings that cannot change while the gateway runs: "
+        "this is the gateway itself (`listen`); a backend is another server"
+    )
+
+
 def test_a_problem_reads_as_compilers_write_them() -> None:
     assert str(Problem("f.yaml", 3, 7, "wrong", '"right"')) == 'f.yaml:3:7: wrong (did you mean "right"?)'
     assert str(Problem("f.yaml", 0, 0, "gone")) == "f.yaml: gone"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("listen: a_b.c-d:1", "listen: bücher.local:1", "listen: '[fe80::1%eth0]:00080'"),
+        *("listen: '[::ffff:127.0.0.1]:80'", "store: 'redis://:a b@h_1.c-d:6379/0'", "store: redis://[::1]"),
+        *("store: 'redis://[fe80::1%25eth0]:1'", "store: redis://bücher.local"),
+    ],
+)
+def test_addresses_that_there_are_pass(checked: Check, plain: str, line: str) -> None:
+    assert checked(f"{line}\n{plain}").ok
 
 
 @pytest.mark.parametrize("listener", ["listen: 127.0.0.1:0", "listen: 10.0.0.1:9001", "admin: null"])
