@@ -11,7 +11,7 @@ WHOLE_MAX = 2**53
 
 _PART = re.compile(r"\s*(>=|>|<=|<|==|=|)\s*([0-9]+(?:_[0-9]+)*)\s*")
 _GROUPED = re.compile(r"[0-9]{1,3}(?:,\s?[0-9]{3})+(?![0-9])")
-_HEADER_NAME = re.compile(r"[0-9a-z!#$%&'*+.^_`|~-]+")
+HEADER_NAME = re.compile(r"[0-9a-z!#$%&'*+.^_`|~-]+")
 """A token of RFC 9110, 5.6.2, in lower case."""
 _HELP = 'write ">= 16000", "< 100", 4, or several as ">= 16000, < 100000"'
 
@@ -51,7 +51,7 @@ def header_name(written: str) -> str:
         ValueError: no request has such a header when it is classified.
     """
     name = written.lower()
-    if not _HEADER_NAME.fullmatch(name):
+    if not HEADER_NAME.fullmatch(name):
         raise ValueError("no header can have this name")
     if name in SECRET_HEADERS:
         raise ValueError(

@@ -26,10 +26,17 @@ class Problem:
     suggestion: str = ""
 
     def __str__(self) -> str:
-        """Return `file:line:column: message (did you mean ...?)`."""
+        """Return `file:line:column: message (did you mean ...?)`: one line, in which all can be seen."""
         where = f"{self.file}:{self.line}:{self.column}" if self.line else self.file
         hint = f" (did you mean {self.suggestion}?)" if self.suggestion else ""
-        return f"{where}: {self.message}{hint}"
+        return _visible(f"{where}: {self.message}{hint}")
+
+
+def _visible(text: str) -> str:
+    r"""Return a text with line breaks and what cannot be seen escaped, such as a blank of a web page: \xa0."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 @valueclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gateway.core.value import valueclass
 from gateway.core.webhooks import read_secret
+from gateway.settings.conditions import HEADER_NAME
 from gateway.settings.files import read
 
 _USUAL_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
@@ -70,7 +71,7 @@ def read_headers(secret: SecretRef | None, environ: Mapping[str, str]) -> Mappin
     headers = {}
     for pair in () if secret is None else secret.read(environ).split(","):
         name, equals, value = (part.strip() for part in pair.partition("="))
-        if not name or not equals or not (name + value).isascii() or not (name + value).isprintable():
+        if not equals or not HEADER_NAME.fullmatch(name.lower()) or not carried(value):
             raise ValueError("headers are written as name=value,name=value")
         headers[name] = value
     return headers

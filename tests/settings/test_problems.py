@@ -639,6 +639,17 @@ def test_a_problem_reads_as_compilers_write_them() -> None:
     assert str(Problem("f.yaml", 0, 0, "gone")) == "f.yaml: gone"
 
 
+def test_what_cannot_be_seen_in_a_name_is_shown(checked: Check, plain: str) -> None:
+    bent = plain.replace("h100-tp1-light", "h100-tp1-light\xa0").replace(
+        "h100-tp2-push", '"h100-tp2-push\\e\\n"'
+    )
+    lines = [str(problem).partition(": ")[2] for problem in checked(bent).problems]
+    assert lines == [
+        r'there is no profile "h100-tp1-light\xa0" (did you mean "h100-tp1-light"?)',
+        r'there is no profile "h100-tp2-push\x1b\n" (did you mean "h100-tp2-push"?)',
+    ]
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -654,3 +665,37 @@ def test_addresses_that_there_are_pass(checked: Check, plain: str, line: str) ->
 @pytest.mark.parametrize("listener", ["listen: 127.0.0.1:0", "listen: 10.0.0.1:9001", "admin: null"])
 def test_other_servers_are_not_the_gateway(checked: Check, plain: str, listener: str) -> None:
     assert checked(f"{listener}\n{plain}").ok
+
+
+@pytest.mark.parametrize(
+    ("written", "headers"),
+    [
+        pytest.param("a=b", {"a": "b"}, id="one"),
+        pytest.param(" X-Key = a=b , c=", {"X-Key": "a=b", "c": ""}, id="several-with-blanks"),
+        pytest.param("hunter2", None, id="no-name"),
+        pytest.param("=hunter2", None, id="an-empty-name"),
+        pytest.param("a=hunter2,", None, id="nothing-behind-a-comma"),
+        pytest.param("a b=hunter2", None, id="a-blank-in-a-name"),
+        pytest.param("a:b=hunter2", None, id="a-colon-in-a-name"),
+        pytest.param("ä=hunter2", None, id="an-umlaut-in-a-name"),
+        pytest.param("a=ähunter2", None, id="an-umlaut-in-a-value"),
+        pytest.param("a=\thunter2\tb", None, id="a-tab-in-a-value"),
+    ],
+)
+def test_headers_of_a_receiver(
+    checked: Check, plain: str, written: str, headers: dict[str, str] | None
+) -> None:
+    environ = {"OTLP_HEADERS": written}
+    section = "telemetry: {otlp: {endpoint: http://localhost, headers_env: OTLP_HEADERS}}\n"
+    report = checked(section + plain, environ)
+
+    assert report.settings is not None
+    if headers is None:
+        assert [(one.line, one.message) for one in report.unmet] == [
+            (1, "headers are written as name=value,name=value")
+        ]
+        with pytest.raises(ConfigError, match=r"^telemetry: headers are written as name=value,name=value$"):
+            report.settings.otlp_headers(environ)
+    else:
+        assert report.unmet == ()
+        assert report.settings.otlp_headers(environ) == headers
