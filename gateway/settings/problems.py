@@ -33,7 +33,7 @@ class Problem:
 
 
 def _visible(text: str) -> str:
-    r"""Return a text with line breaks and what cannot be seen escaped, such as a blank of a web page: \xa0."""
+    r"""Return a text with line breaks and what cannot be seen escaped, as a blank of a web page: \xa0."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -2,11 +2,10 @@
 
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from gateway.settings.descriptions import descriptions
 from gateway.settings.document import Document
@@ -28,8 +27,9 @@ _SECRET_TEXT = re.compile("://|@")
 def findings(error: ValidationError) -> Iterator[Finding]:
     """Yield one finding per error of a failed validation of `Document`."""
     details = error.errors(include_url=False)
+    around = {detail["loc"][:end] for detail in details for end in range(len(detail["loc"]))}
     for detail in details:
-        if detail["type"] == "too_short" and _has_inner(detail["loc"], details):
+        if detail["type"] == "too_short" and detail["loc"] in around:
             continue  # invalid entries are not counted: the list is not too short
         path = tuple(part for part in detail["loc"] if part != "[key]")
         name = str(path[-1]) if path else "the file"
@@ -110,10 +110,6 @@ def _said(kind: str, message: str, path: Path, value: Any) -> str:
         said += f" of {units[-1]}" if units else ""
     section = _section(path) if kind == "model_type" else None
     return said if section is None else f"{said} (known here: {', '.join(sorted(_keys(section)))})"
-
-
-def _has_inner(loc: tuple[int | str, ...], details: Iterable[ErrorDetails]) -> bool:
-    return any(len(other["loc"]) > len(loc) and other["loc"][: len(loc)] == loc for other in details)
 
 
 def _given(path: Path, value: Any) -> str:
