@@ -130,7 +130,7 @@ class _Builder:
 
     def build(self, node: yaml.Node, path: Path) -> Any:
         self._count(len(path))
-        self._tree.values.setdefault(path, _mark(node.start_mark))
+        self._tree.values[path] = _mark(node.start_mark)
         if not isinstance(node, yaml.ScalarNode) and node.tag not in _PLAIN:  # of scalars, PyYAML says so
             self._complain(_mark(node.start_mark), "there are no tags here; leave out what begins with !")
         if isinstance(node, yaml.MappingNode):
@@ -158,7 +158,7 @@ class _Builder:
         for merge in merges:
             for key, mark, value in self._merged(merge):
                 if key not in built:
-                    self._tree.keys.setdefault((*path, key), mark)
+                    self._tree.keys[(*path, key)] = mark
                     built[key] = self.build(value, (*path, key))
         return built
 

@@ -699,3 +699,9 @@ def test_headers_of_a_receiver(
     else:
         assert report.unmet == ()
         assert report.settings.otlp_headers(environ) == headers
+
+
+def test_a_list_of_which_every_entry_is_wrong_is_not_called_empty(checked: Check, plain: str) -> None:
+    bent = plain.replace("  light: [light]", "  light: [3]").replace("  push: [push]", "  push: []")
+    found = [problem.message.partition(":")[0] for problem in checked(bent).problems]
+    assert found == ["pools.light.backends[0]", "pools.push.backends"]

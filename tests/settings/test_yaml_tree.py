@@ -131,6 +131,18 @@ def test_merges_that_multiply_are_stopped() -> None:
     assert "without end" in said
 
 
+def test_one_mapping_that_is_merged_in_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing new comes of it, but each entry is looked at each time."""
+    monkeypatch.setattr(yaml_tree, "_VALUES_MAX", 40)
+
+    def problems(times: int) -> list[str]:
+        text = f"a: &a {{b: 1, c: 1, d: 1, e: 1}}\nf: {{<<: [{', '.join(['*a'] * times)}]}}\n"
+        return [said for _, said in tree(text).problems]
+
+    assert problems(5) == []
+    assert "without end" in problems(10)[0]
+
+
 @pytest.mark.parametrize("text", ['a: "\\ud83d\\ude00"', "a: \U0001f600", "a: ${EMOJI}"])
 def test_a_character_may_be_escaped_as_json_does(text: str) -> None:
     found = tree(text, EMOJI="\U0001f600")
