@@ -705,3 +705,25 @@ def test_a_list_of_which_every_entry_is_wrong_is_not_called_empty(checked: Check
     bent = plain.replace("  light: [light]", "  light: [3]").replace("  push: [push]", "  push: []")
     found = [problem.message.partition(":")[0] for problem in checked(bent).problems]
     assert found == ["pools.light.backends[0]", "pools.push.backends"]
+
+
+def test_of_several_backends_with_one_url_the_first_is_named(checked: Check, plain: str) -> None:
+    third = "  third: {url: http://a.localhost:9001, profile: generic}\n"
+    bent = plain.replace("pools:", f"{third}pools:", 1).replace(":9002", ":9001", 1)
+    found = [problem.message.partition(";")[0] for problem in checked(bent).problems]
+    assert found == ["push has the URL of light", "third has the URL of light"]
+
+
+@pytest.mark.parametrize(
+    ("listen", "admin", "clash"),
+    [
+        ("127.0.0.1:0", "127.0.0.1:0", False),
+        ("'[::]:8080'", "127.0.0.1:8080", True),
+        ("'[::]:8080'", "'[::1]:8080'", True),
+        ("0.0.0.0:8080", "'[::1]:8080'", False),
+    ],
+)
+def test_listeners_that_exclude_each_other(
+    checked: Check, plain: str, listen: str, admin: str, clash: bool
+) -> None:
+    assert checked(f"listen: {listen}\nadmin: {admin}\n{plain}").ok is not clash

@@ -723,3 +723,9 @@ def test_a_worker_of_jobs_works_and_has_an_admin_port_of_its_own(
     assert settings.works_jobs
     assert settings.admin == own
     assert not loaded(plain).works_jobs
+
+
+@pytest.mark.parametrize(("least", "max_wait_s"), [(7_999, 1.2), (8_000, 900.0)])
+def test_documents_begin_at_a_length(loaded: Load, plain: str, least: int, max_wait_s: float) -> None:
+    (model,) = loaded(plain.replace(">= 16000", f">= {least}")).policy().models
+    assert model.classes[1].waiting.max_wait_s == max_wait_s
