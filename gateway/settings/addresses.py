@@ -123,6 +123,13 @@ def _no_false_host(url: SplitResult) -> None:
         raise ValueError("a host has letters (others than ASCII as xn--), digits, `-`, `.` and `_`")
 
 
+def _line(written: str) -> str:
+    """Return a text without line breaks at its end, which variables have that were read from a file."""
+    return written.rstrip("\r\n")
+
+
+_Line = Annotated[str, AfterValidator(_line)]
+
 _UNSEEN = re.compile(r"[\x00-\x1f\x7f]|^ | $")
 
 
@@ -164,11 +171,11 @@ def _base_url(written: str) -> str:
 
 _HTTP = Field(json_schema_extra={"pattern": "^(https?://|.*\\$\\{)"})
 
-BaseUrl = Annotated[str, AfterValidator(_base_url), _HTTP]
+BaseUrl = Annotated[_Line, AfterValidator(_base_url), _HTTP]
 
 
 def _url(written: str) -> str:
-    """Return the URL with its scheme in lower case, and without what urlsplit ignores: line breaks."""
+    """Return the URL with its scheme in lower case."""
     url = _split(written, "http://host:port/path")
     if url.scheme not in {"http", "https"} or not url.hostname or url.fragment:
         raise ValueError("write it as http://host:port/path or https://host:port/path")
@@ -179,7 +186,7 @@ def _url(written: str) -> str:
     return url.geturl()
 
 
-Url = Annotated[str, AfterValidator(_url), _HTTP]
+Url = Annotated[_Line, AfterValidator(_url), _HTTP]
 
 
 def _store_url(written: str) -> str:
@@ -203,7 +210,7 @@ def _store_url(written: str) -> str:
 _ESCAPED = "In a password, write % as %25, / as %2F, ? as %3F, # as %23 and @ as %40"
 
 StoreUrl = Annotated[
-    str,
+    _Line,
     AfterValidator(_store_url),
     Field(json_schema_extra={"pattern": "^(rediss?://|unix:|.*\\$\\{)"}),
 ]
@@ -231,7 +238,7 @@ def _webhook_url(written: str) -> str:
     return written
 
 
-WebhookUrl = Annotated[str, AfterValidator(_webhook_url), _HTTP]
+WebhookUrl = Annotated[_Line, AfterValidator(_webhook_url), _HTTP]
 
 _ORIGIN = 'write it as https://host or https://host:port, or "*" alone for every origin'
 _USUAL_PORTS = {"http": 80, "https": 443}

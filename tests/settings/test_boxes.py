@@ -45,7 +45,7 @@ def test_a_url_is_used_as_it_was_checked(loaded: Callable[[str], Settings]) -> N
     """What verifies certificates goes by its scheme, and a variable may end with a line break."""
     agent = """{http: {start: {url: "HTTPS://Box/A?b=C\\n"}, stop: {url: 'http://box/b%20c'}}}"""
     written = BOXED.replace("{sleep: {level: 2}}", agent).replace(
-        "http://127.0.0.1:9001", '" HTTPS://Gemma/A/\\n"'
+        "http://127.0.0.1:9001", '"HTTPS://Gemma/A/\\n"'
     )
     document = loaded(written).document
     assert document.backends["gemma"].url == "https://Gemma/A"
