@@ -46,9 +46,14 @@ def run_with_a_death(where: Path, dies: int, *, alone: bool) -> subprocess.Compl
     (where / "test_it.py").write_text(TESTS.replace("{dies}", str(dies)).replace("{alone}", str(alone)))
     (where / "pytest.ini").write_text("[pytest]\n")
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-n2", "-rA", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", "-p", "xdist.plugin", "-n2", "-rA", "-p", "no:cacheprovider"],
         cwd=where,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTEST_ADDOPTS": ""},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parent),
+            "PYTEST_ADDOPTS": "",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        },
         capture_output=True,
         text=True,
         timeout=60,

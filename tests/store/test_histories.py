@@ -346,7 +346,7 @@ class Histories(RuleBasedStateMachine):
         self.runner.close()
 
 
-@pytest.mark.parametrize(("leg", "examples"), list(zip(legs(), (25, 15), strict=False)))
+@pytest.mark.parametrize(("leg", "examples"), list(zip(legs(), (15, 10), strict=False)))
 def test_any_history(
     servers: Callable[[str], str], store_type: Callable[..., Any], leg: str, examples: int
 ) -> None:

@@ -454,7 +454,7 @@ class JobHistories(RuleBasedStateMachine):
             assert await self.stores[0].finish(job.id, job.claim, JobStatus.COMPLETED)
 
 
-@pytest.mark.parametrize(("leg", "examples"), list(zip(legs(own=True), (25, 15), strict=False)))
+@pytest.mark.parametrize(("leg", "examples"), list(zip(legs(own=True), (15, 10), strict=False)))
 def test_any_history_of_jobs(tmp_path: Path, leg: str, examples: int) -> None:
     with own_server(leg, tmp_path, keeps=True) as own:
 
