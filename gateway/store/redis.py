@@ -136,6 +136,7 @@ class RedisLedger:
         self._waited_for: Collection[str] = frozenset()
         self._under_way: set[asyncio.Task[None]] = set()
         self._is_listening = self._is_away = False
+        self._failures = 0  # of commands that settle an account
         self._fewer_at = 0.0
         self._poked = anyio.Event()
         self.exchange = Exchange(ttl_s, self.resync)
@@ -283,6 +284,7 @@ class RedisLedger:
         Raises:
             StoreAway: Redis did not reply; the next synchronization completes the rest.
         """
+        failures = self._failures
         facts, is_urgent = self.exchange.outgoing()
         try:
             beat = await self._leases.heartbeat(facts, is_urgent=is_urgent)
@@ -299,7 +301,8 @@ class RedisLedger:
             if not behind:
                 break
             await self._settle_all(behind)
-        self._is_away = False
+        if self._failures == failures:  # another command may have failed meanwhile, after these
+            self._is_away = False
         self._drop_unkept()
 
     def _drop_unkept(self) -> None:
@@ -415,6 +418,7 @@ class RedisLedger:
             for future in (*told, *account.told):
                 fail(future, away)
             account.asked, account.told, self._is_away = [], [], True
+            self._failures += 1
             self.resync()
             if failure is not away:
                 raise

@@ -16,6 +16,7 @@ from gateway.core.admission import COUNTERS
 from gateway.core.decision import Exclusion
 from gateway.core.load import UNLIMITED, Load
 from gateway.ports import Slot
+from gateway.store.connections import StoreAway
 from gateway.store.leases import Leases, Order
 from gateway.store.redis import PLACED_MAX, RedisLedger
 from gateway.store.wire import packed
@@ -577,6 +578,21 @@ async def test_who_does_not_hear_any_more_uses_nothing_unasked(
         assert not ledger.release_at_once(slots[0])
     await ledger.aclose()
     await store.redis.aclose()
+
+
+async def test_who_gets_no_answer_for_one_backend_uses_nothing_unasked_of_any(
+    store: Store, quiet: Connect
+) -> None:
+    here = quiet()
+    async with running(store, here):
+        assert isinstance(await here.acquire("b", CHAT, LIMITS), Slot)
+        slot = here.acquire_at_once("b", CHAT, LIMITS)
+        assert slot is not None
+        assert here.release_at_once(slot)
+        await store.redis.set(store.key("c", "accounts"), "of another type")
+        with pytest.raises(StoreAway):
+            await here.acquire("c", CHAT, LIMITS)
+        assert here.acquire_at_once("b", CHAT, LIMITS) is None
 
 
 async def test_who_ends_neither_keeps_anything_nor_waits(store: Store, quiet: Connect) -> None:
