@@ -134,7 +134,8 @@ def _briefly(excluded: Sequence[Excluded]) -> str:
         case "modality":
             return f"{backend} {detail}"
         case "unhealthy":
-            return f"{backend} is {detail.partition(':')[0]}"
+            state, _, why = detail.partition(": ")
+            return f"{backend}: {state if why else 'in doubt'}"
         case "at_knee" | "kv_full":
             return f"{backend} is full"
     return f"{backend}: {reason.replace('_', ' ')}"

@@ -119,8 +119,16 @@ OVERLONG = out("tpu", "context_exceeded", "needs 22098 tokens, holds 16384")
         pytest.param(
             record("light-1", "light", L1, out("light-0", "unhealthy", "booting: connection refused")),
             "no other class matches; light-0: booting: connection refused",
-            "light-0 is booting",
+            "light-0: booting",
             id="a-rival-is-ill",
+        ),
+        pytest.param(
+            record(
+                "light-1", "light", L1, out("light-0", "unhealthy", "the last 3 requests on it have failed")
+            ),
+            "no other class matches; light-0: the last 3 requests on it have failed",
+            "light-0: in doubt",
+            id="a-rival-is-in-doubt",
         ),
         pytest.param(
             record("light-1", "light", L0, L1, failed=("light-0",)),
