@@ -42,7 +42,8 @@ def main() -> None:
     points = [point for point in POINTS if arguments.points in point.id]
     if arguments.serve:
         point = next(point for point in POINTS if point.id == arguments.serve)
-        options = SimulatorOptions(point.deployment(), speed=arguments.speed)
+        # The published prompts are random: none begins as another one does.
+        options = SimulatorOptions(point.deployment(), speed=arguments.speed, prefix_caching=False)
         anyio.run(lambda: serve(options, ready=lambda url: print(url, flush=True)))
     elif arguments.http:
         print(f"{machine()}; over HTTP, {arguments.speed:g} times faster than life\n")
