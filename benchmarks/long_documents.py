@@ -61,6 +61,10 @@ class Documents:
         start = self._made * 7919 % (len(self._text) - size)
         return f"{self._made:08} {self._text[start : start + size - 9]}"
 
+    async def bodies(self, size: int, count: int) -> Sequence[bytes]:
+        """Return so many requests, each of another text, made in a thread: the engine here answers probes."""
+        return await asyncio.to_thread(lambda: [body_of(self.text(size)) for _ in range(count)])
+
 
 def body_of(text: str) -> bytes:
     """Return a request of one message."""
@@ -96,7 +100,7 @@ class Gateway:
 
 
 def start(folder: Path, engine: str, vocab: Path) -> Gateway:
-    """Run a gateway before an engine that takes one request at a time."""
+    """Run a gateway before an engine that takes one request at a time, and may have days of work before it."""
     document = {
         "listen": "127.0.0.1:0",
         "admin": "127.0.0.1:0",
@@ -110,9 +114,7 @@ def start(folder: Path, engine: str, vocab: Path) -> Gateway:
         },
         "pools": {"all": {"backends": ["one"], "gates": {"long_prefills": None, "prefill_s": None}}},
         "models": {
-            "gemma-4": {
-                "classes": [{"class": "document", "pools": ["all"], "waiting": {"max_wait_s": 86_400}}]
-            }
+            "gemma-4": {"classes": [{"class": "document", "pools": ["all"], "waiting": {"max_wait_s": 1e6}}]}
         },
     }
     clock = clocked.made(folder / "clock")
@@ -220,7 +222,7 @@ async def report_cost(gateway: Gateway, documents: Documents, rounds: int) -> No
         several = max(4, 12_000_000 // size)
         first, again = [], []
         for _ in range(rounds):
-            bodies = [body_of(documents.text(size)) for _ in range(several)]
+            bodies = await documents.bodies(size, several)
             first.append(await cost_ms(gateway, bodies))
             again.append((await cost_ms(gateway, bodies * 10))[0])
         whole, count = min(first)
@@ -241,7 +243,7 @@ async def report_waits(gateway: Gateway, documents: Documents) -> None:
         ("4 MB", SIZES[2], 16, 1, 2),
         ("4 MB, seen before", SIZES[2], 1, 100, 2),
     ):
-        bodies = [body_of(documents.text(size)) for _ in range(different)]
+        bodies = await documents.bodies(size, different)
         found = await waits_ms(gateway, bodies * times, at_once)
         p99 = found[int(0.99 * len(found))]
         print(f"| {name} | {at_once} | {found[len(found) // 2]:.1f} | {p99:.1f} | {found[-1]:.1f} |")
@@ -252,7 +254,7 @@ async def report_memory(gateway: Gateway, engine: Engine, documents: Documents) 
     print(f"\nMemory with {AT_ONCE} documents of {AT_ONCE_BYTES:,} bytes at once, MB\n")
     print("| before | most | all wait | afterwards | bodies' worth at most | while they wait |")
     print("| ---: | ---: | ---: | ---: | ---: | ---: |")
-    bodies = [body_of(documents.text(AT_ONCE_BYTES)) for _ in range(AT_ONCE)]
+    bodies = await documents.bodies(AT_ONCE_BYTES, AT_ONCE)
     before, most, waiting, after = await held_mb(gateway, engine, bodies)
     together = sum(map(len, bodies)) / 2**20
     print(

@@ -107,7 +107,8 @@ class JobCalls:
 
     def __init__(self, url: str, at_once: int) -> None:
         """Keep them in the server at `url`."""
-        self._store = RedisJobs(url, prefix=PREFIX, command_s=10.0)
+        # No claim is renewed here, and on a slow machine each is held for long.
+        self._store = RedisJobs(url, prefix=PREFIX, command_s=10.0, lost_s=3600.0)
         self._workers = [f"w{number}" for number in range(at_once)]
         self._submitted = 0
         self._claimed: list[tuple[str, str, int]] = []  # id, claim, chunks
