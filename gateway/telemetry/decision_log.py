@@ -96,6 +96,7 @@ class DecisionLog(Recorder):
         """Register a policy under which requests are decided from now on."""
         known = self._policies.copy()
         known[policy.version] = decision_lines.policy_line(policy, engines, boxes)
+        known.move_to_end(policy.version)  # if it was in force before, as after a rollback
         while len(known) > POLICIES_MAX:
             known.popitem(last=False)
         self._policies = known  # replaced atomically: the thread reads it

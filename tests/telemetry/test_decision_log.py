@@ -319,6 +319,18 @@ def test_of_the_policies_that_were_in_force_the_newest_are_remembered(tmp_path: 
     assert found == ["abc", oldest, oldest, newest, newest]
 
 
+def test_a_policy_that_is_in_force_again_is_remembered_like_a_new_one(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    subject = Written(file)
+    for number in range(POLICIES_MAX - 1):
+        subject.log.policy_in_force(replace(POLICY, version=str(number)), FLAGS, {})
+    for version in (POLICY.version, "newest"):
+        subject.log.policy_in_force(replace(POLICY, version=version), FLAGS, {})
+    subject.write(RECORD)
+
+    assert [type(line) for line in lines(file)] == [PolicyLine, RequestLine]
+
+
 def test_what_a_killed_process_left_unfinished_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     Written(file).write(replace(RECORD, wall_at=1), replace(RECORD, wall_at=2))
