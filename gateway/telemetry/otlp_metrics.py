@@ -83,7 +83,8 @@ class MetricsPush:
         send = partial(self._send, found, now_ns)
         try:
             return await threads.in_own(asyncio.get_running_loop(), "OTLP metrics", send)
-        except OSError:  # no thread could be started
+        except OSError as error:  # no thread could be started
+            self._receiver_status.explain(str(error.strerror))
             return False
 
     def _send(self, found: Collected, now_ns: int) -> bool:

@@ -31,7 +31,10 @@ def session() -> requests.Session | None:
     None if the environment names a credential provider: it brings the exporter's session, which a session
     given here would replace.
     """
-    if any(name.startswith(_EXPORTER) and name.endswith("_CREDENTIAL_PROVIDER") for name in os.environ):
+    if any(
+        value and name.startswith(_EXPORTER) and name.endswith("_CREDENTIAL_PROVIDER")
+        for name, value in os.environ.items()
+    ):
         return None
     made = _Session()
     made.hooks["response"] += [_name_proxy, _refuse_redirect]

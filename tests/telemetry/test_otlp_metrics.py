@@ -15,13 +15,14 @@ import requests
 from anyio.abc import SocketAttribute, SocketStream
 from anyio.streams.tls import TLSStream
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
+from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData, Sum
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from support.certificates import self_signed
 from support.raw_server import answer_of, raw_server
+from support.world import StillClock
 
 from gateway.clock import SystemClock
 from gateway.core.usage import Ending, RequestRecord
@@ -29,6 +30,7 @@ from gateway.telemetry import tracing
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.otlp_metrics import MetricsPush, metrics_data
 from gateway.telemetry.otlp_metrics import sender as metric_sender
+from gateway.telemetry.otlp_session import session
 from gateway.telemetry.receiver_status import ReceiverStatus
 from gateway.telemetry.tracing import Sender, TraceRules, Tracing
 
@@ -43,6 +45,7 @@ class Moody(MetricExporter):
         self._moods = list(moods)
         self._loop = asyncio.get_running_loop()
         self.is_through = anyio.Event()
+        self.is_shut_down = False
 
     def export(self, metrics_data: MetricsData, timeout_millis: float = 0, **_: Any) -> MetricExportResult:
         if not self._moods:
@@ -57,17 +60,21 @@ class Moody(MetricExporter):
         return True
 
     def shutdown(self, timeout_millis: float = 0, **_: Any) -> None:
-        pass
+        self.is_shut_down = True
 
 
 def test_whatever_counts_seconds_says_so() -> None:
     registry = Metrics().registry
+    Gauge("gateway_used_ratio", "Share in use.", registry=registry)
     (found,) = metrics_data(registry, Resource.get_empty(), 0, 1).resource_metrics
-    units = {one.name: one.unit for scope in found.scope_metrics for one in scope.metrics}
+    metrics = [one for scope in found.scope_metrics for one in scope.metrics]
+    units = {one.name: one.unit for one in metrics}
     seconds = {name: unit for name, unit in units.items() if "_seconds" in name}
     assert "process_cpu_seconds_total" in seconds
     assert set(seconds.values()) == {"s"}
     assert units["process_open_fds"] == ""
+    assert units["gateway_used_ratio"] == "1"
+    assert all(one.data.data_points for one in metrics)  # what has no value yet is not sent
 
 
 async def test_a_receiver_that_fails_in_any_way_is_sent_the_next(caplog: pytest.LogCaptureFixture) -> None:
@@ -81,6 +88,65 @@ async def test_a_receiver_that_fails_in_any_way_is_sent_the_next(caplog: pytest.
             tasks.cancel_scope.cancel()
 
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert "no answer" in caplog.text
+    push.close()
+    assert sender.is_shut_down
+
+
+async def test_what_is_pushed_says_since_when_it_was_counted_and_until_when() -> None:
+    class Walking(StillClock):
+        def wall(self) -> float:
+            return self.time
+
+    class Keeping(Moody):
+        def export(
+            self, metrics_data: MetricsData, timeout_millis: float = 0, **_: Any
+        ) -> MetricExportResult:
+            pushed.append(metrics_data)
+            return super().export(metrics_data)
+
+    pushed: list[MetricsData] = []
+    registry, sender, clock = CollectorRegistry(), Keeping(), Walking()
+    Counter("gateway_tries", "Tries.", registry=registry).inc(3)
+    push = MetricsPush(registry, sender, "gateway", 0.001, clock)
+    clock.time += 5.0
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(push.run)
+        await sender.is_through.wait()
+        tasks.cancel_scope.cancel()
+    push.close()
+
+    (found,) = pushed[0].resource_metrics
+    data = found.scope_metrics[0].metrics[0].data
+    assert isinstance(data, Sum)
+    assert data.is_monotonic
+    (point,) = data.data_points
+    times = (point.start_time_unix_nano, point.time_unix_nano)
+    assert (times, point.value) == ((10_000_000_000, 15_000_000_000), 3.0)
+
+
+async def test_an_export_for_which_no_thread_is_left_is_followed_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, failed = threading.Thread.start, list[threading.Thread]()
+
+    def start_later(thread: threading.Thread) -> None:
+        if not failed:
+            failed.append(thread)
+            raise RuntimeError("can't start new thread")  # as Python says it
+        start(thread)
+
+    sender = Moody()
+    push = MetricsPush(CollectorRegistry(), sender, "gateway", 0.001, SystemClock())
+    monkeypatch.setattr(threading.Thread, "start", start_later)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(push.run)
+        await sender.is_through.wait()
+        tasks.cancel_scope.cancel()
+    push.close()
+
+    assert failed
+    assert "can't start new thread" in caplog.text  # and the receiver is not blamed
 
 
 async def test_the_end_does_not_wait_for_a_receiver_that_does_not_answer() -> None:
@@ -141,15 +207,16 @@ def test_while_a_receiver_is_away_the_library_does_not_say_what_it_drops(
     ]
 
 
+@pytest.mark.parametrize("before_host", ["http://user:secret@", ""])
 async def test_an_error_that_may_be_a_proxys_names_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    before_host: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def answer(stream: SocketStream, number: int) -> None:
         await stream.send(b"HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\n\r\n")
 
     async with raw_server(answer) as proxy:
         address = proxy.url.removeprefix("http://")
-        monkeypatch.setenv("http_proxy", f"http://user:secret@{address}")
+        monkeypatch.setenv("http_proxy", f"{before_host}{address}")
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         for url in ("http://collector.internal:4318", proxy.url):
             sender = Sender(url, {})
@@ -160,6 +227,22 @@ async def test_an_error_that_may_be_a_proxys_names_it(
     assert f"Forbidden, through the proxy {address}" in through
     assert "secret" not in through
     assert "proxy" not in straight
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "brings_one"),
+    [
+        ("OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER", "cloud", True),
+        ("OTEL_PYTHON_EXPORTER_OTLP_HTTP_METRICS_CREDENTIAL_PROVIDER", "cloud", True),
+        ("OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER", "", False),  # which exporters ignore
+        ("ANOTHER_CREDENTIAL_PROVIDER", "cloud", False),
+    ],
+)
+def test_a_session_that_a_credential_provider_brings_is_not_replaced(
+    name: str, value: str, brings_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert (session() is None) == brings_one
 
 
 async def test_a_receivers_own_ca_counts_more_than_that_of_all_programs(
@@ -199,7 +282,8 @@ async def test_a_redirect_is_not_taken_for_success(status: bytes, caplog: pytest
         await stream.send(head % status)
 
     async with raw_server(answer) as server:
-        spans, metrics = Sender(server.url, {}), metric_sender(server.url, {})
+        where, headers = f"{server.url}/", {"x-key": "secret"}
+        spans, metrics = Sender(where, headers), metric_sender(where, headers)
         results = [
             await anyio.to_thread.run_sync(spans.export, []),
             await anyio.to_thread.run_sync(metrics.export, MetricsData([])),
@@ -210,6 +294,7 @@ async def test_a_redirect_is_not_taken_for_success(status: bytes, caplog: pytest
     assert results == [SpanExportResult.FAILURE, MetricExportResult.FAILURE]
     asked = [head.partition(b" HTTP/")[0] for head, _ in server.requests]
     assert asked == [b"POST /v1/traces", b"POST /v1/metrics"]
+    assert all(b"x-key: secret" in head for head, _ in server.requests)
     assert "a redirect to /elsewhere" in caplog.text
 
 
