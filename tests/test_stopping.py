@@ -12,11 +12,15 @@ import anyio
 import pytest
 import yaml
 from opentelemetry.exporter.otlp.proto.http import metric_exporter, trace_exporter
+from redis.asyncio import Redis
 from support import clients
+from support.processes import until
+from support.redis_server import own_server
 from support.site import POLICY
 from telemetry.test_decision_log import RECORD
 
 from gateway import app, settings
+from gateway.core.idempotency import IdempotencyClaim
 from gateway.events import about
 from gateway.replay import reading
 from gateway.telemetry import decision_log, logs
@@ -153,3 +157,18 @@ async def test_what_could_not_be_revoked_is_said_at_the_end(
 
     events = [getattr(record, "fields", {}) for record in caplog.records]
     assert [one["id"] for one in events if one.get("event") == "job_not_revoked"] == ["resp-1"]
+
+
+async def test_a_gateway_that_has_ended_keeps_no_connection_to_its_store(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    with own_server("valkey-9", tmp_path / "store") as store:
+        gateway = one_backend(tmp_path, store={"url": store.url}, jobs={})
+        async with gateway.running():
+            await gateway.responses.get("team-a", "resp-1")
+            await gateway.idempotency.store.free(IdempotencyClaim("team-a", "/v1/chat/completions", *"kfr"))
+        async with Redis.from_url(store.url) as client:
+
+            async def is_alone() -> bool:
+                return len(await client.client_list()) == 1
+
+            await until(is_alone)

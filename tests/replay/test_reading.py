@@ -21,7 +21,7 @@ from gateway.replay.reading import Unusable
         (lambda lines: [*lines[:2], b'{"v":1,"kind":"other"}\n', *lines[2:]], 3, False),
         (lambda lines: [*lines[:2], b'{"v":1,"kind":"request","at":"noon"}\n', *lines[2:]], 3, False),
         (lambda lines: [*lines[:2], b'{"kind":"request"}\n', *lines[2:]], 3, False),
-        (lambda lines: [*lines[:2], b"[" * 100_000 + b"\n", *lines[2:]], 3, False),
+        (lambda lines: [*lines[:2], b'{"v":1,"deep":' + b"[" * 100_000 + b"\n", *lines[2:]], 3, False),
         (lambda lines: [*lines[:2], lines[2][:40] + lines[2], *lines[3:]], 3, False),
     ],
     ids=["torn", "no JSON", "a list", "another kind", "a wrong type", "no version", "deep", "two in one"],
