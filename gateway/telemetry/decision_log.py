@@ -200,8 +200,7 @@ class _Files:
         try:
             yield self._written
         finally:
-            if self._file is not None:
-                fcntl.flock(file, fcntl.LOCK_UN)
+            fcntl.flock(file, fcntl.LOCK_UN)
 
     def append(self, data: bytes) -> None:
         """Append to the file in a single write."""

@@ -306,6 +306,18 @@ def test_the_policy_that_a_request_was_decided_under_comes_before_it(tmp_path: P
     assert found == ["def", "def", "abc", "abc", "def"]
 
 
+def test_a_policy_is_written_once_to_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    subject = Written(file)
+    subject.log.start()
+    for count in (1, 2):
+        subject.log.finished(RECORD)
+        subject.wait(count)  # so that each is written by itself
+    subject.log.close()
+
+    assert [type(line) for line in lines(file)] == [PolicyLine, RequestLine, RequestLine]
+
+
 def test_of_the_policies_that_were_in_force_the_newest_are_remembered(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     subject = Written(file)
