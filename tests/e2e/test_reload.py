@@ -20,7 +20,7 @@ import pytest
 import yaml
 from anyio.abc import TaskGroup
 from support import clients
-from support.processes import config, running
+from support.processes import config, running, wait_asleep
 from support.redis_server import RedisServer
 from support.site import Site, simulated, site
 
@@ -934,6 +934,7 @@ async def test_a_stop_that_comes_before_the_file_is_read_ends_it_well(
     async with running(*arguments, "-c", str(pipe)) as process:
         # Opened once the other end is: the process has come to reading it.
         with await anyio.to_thread.run_sync(pipe.open, "w"):
+            await wait_asleep(process.process.pid)
             assert await process.end(signal.SIGTERM) == 0
 
 

@@ -106,6 +106,18 @@ async def until(holds: Callable[[], Awaitable[bool]], within_s: float = 30.0) ->
             await anyio.sleep(LOOK_S)
 
 
+async def wait_asleep(pid: int) -> None:
+    """Return once a process waits for something.
+
+    CPython runs the handler of a signal that comes just before a system call after that call only.
+    """
+
+    async def is_asleep() -> bool:
+        return _state(pid)[0] == "S"
+
+    await until(is_asleep)
+
+
 async def wait_gone(*pids: int) -> None:
     """Return once none of these processes runs."""
 
