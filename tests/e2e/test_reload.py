@@ -177,8 +177,11 @@ async def test_what_is_known_of_a_server_says_nothing_of_the_one_in_its_place(ga
         (candidate,) = found["decision"]["candidates"]
         return float(candidate["scores"]["prefix_affinity"])
 
+    counted = gateway.gateway.counts.drifts
+    await gateway.eventually(lambda: set(counted()) == set(FLEET))
     alone = without(written(gateway), "light-1", "light-2")
     await put(gateway, alone)
+    assert set(counted()) == {"light-0"}
     await gateway.openai().chat.completions.create(**ASK, max_tokens=2)
     await put(gateway, alone | {"routing": {"attempts_max": 2}})
     assert set(drifts()) == set(measured()) == {"light-0"}
