@@ -425,6 +425,17 @@ async def waits_for_a_restart(gateway: Site) -> tuple[list[str], float | None]:
     return listed[0]["needs_restart"], gauge
 
 
+async def test_a_check_refuses_what_could_not_be_applied_now(gateway: Site) -> None:
+    document = written(gateway)
+    document["backends"]["light-1"]["api_key_env"] = "NOT_THERE"
+
+    async with clients.http(base_url=gateway.admin_url) as client:
+        answer = await client.post("/admin/config/check", content=yaml.safe_dump(document))
+
+    assert answer.status_code == 400
+    assert "NOT_THERE is not set" in answer.json()["error"]["message"]
+
+
 async def test_what_the_next_start_would_lack_is_a_warning_now(gateway: Site) -> None:
     document = written(gateway) | {"tokenizer": {"vocab": "none.tiktoken"}}
 
