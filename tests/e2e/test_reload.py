@@ -381,6 +381,7 @@ async def test_keys_change_at_once(gateway: Site) -> None:
     with pytest.raises(openai.AuthenticationError):
         await gateway.openai(api_key="b").chat.completions.create(**ASK, max_tokens=5)
     await gateway.openai(api_key="a").chat.completions.create(**ASK, max_tokens=5)
+    assert gateway.gateway.peers._keys == {"a"}  # of those, it believes what other gateways say
 
 
 async def test_origins_change_at_once_and_never_for_operators(gateway: Site) -> None:
