@@ -84,6 +84,16 @@ async def test_surplus_stays_below_the_limits_by_room_for_one_more() -> None:
     assert order.ceiling == FIVE  # the lower of those of all claims
     order = await ordered(Account("b", count(1)), claim=replace(LIMITS, share=UNLIMITED))
     assert order.ceiling == Load(0, 0, 0, 0, 0, 0)
+    account = await with_surplus(FOUR)
+    account.settled(reply(may_keep=False), 100.0)
+    assert (await ordered(account)).ceiling == EIGHT  # there is no surplus any more, nor what limited it
+
+
+async def test_only_who_has_requests_and_has_made_a_claim_may_have_surplus() -> None:
+    assert not (await ordered(Account("b", count(1)), claim=None)).may_keep
+    assert (await ordered(await with_surplus(), claim=None)).may_keep
+    assert not (await ordered(await with_surplus(), NOTHING, claim=None)).may_keep
+    assert (await ordered(await with_surplus(), NOTHING)).may_keep
 
 
 async def test_who_wants_and_who_waits_keeps_no_surplus() -> None:
@@ -112,11 +122,37 @@ async def test_who_wants_and_who_waits_keeps_no_surplus() -> None:
 async def test_surplus_that_was_not_needed_for_a_while_is_given_back() -> None:
     account = await with_surplus()
     assert account.covers(FOUR, CLAIM, LIMITS, 100.0)
+    assert account.covers(CLAIM, CLAIM, LIMITS, 100.0)
     for kept in (FIVE, CLAIM):
         for _ in range(PEAK_TICKS):
             account.tick(CLAIM)
         assert (await ordered(account)).kept == kept
         account.settled(reply(), 100.0)
+    for _ in range(PEAK_TICKS):
+        account.tick(FIVE)
+    assert (await ordered(account)).kept == FIVE  # which was in use a moment ago
+
+
+async def test_of_every_counter_is_kept_what_so_many_sequences_need_and_at_least_what_is_used() -> None:
+    account = await with_surplus()
+    account.settled(reply(kept=Load(4, 10, 13, 4, 4, 16)), 100.0)
+    assert (await ordered(account, Load(3, 9, 1, 1, 1, 1))).kept == Load(3, 9, 10, 3, 3, 12)
+    account.settled(reply(kept=NOTHING), 100.0)
+    assert (await ordered(account, NOTHING)).kept == NOTHING
+
+
+async def test_what_was_granted_and_is_no_surplus_is_given_back_as_it_is_freed() -> None:
+    account = await with_surplus()
+    assert account.covers(FOUR, CLAIM, LIMITS, 100.0)
+    account.settled(reply(may_keep=False), 100.0)
+    assert (await ordered(account)).kept == CLAIM
+
+
+async def test_requests_that_an_order_tells_of_count_no_longer_as_placed_since() -> None:
+    account = await with_surplus()
+    account.placed = 3
+    await ordered(account)
+    assert account.placed == 0
 
 
 async def test_what_another_wanted_is_forgotten_when_there_is_none() -> None:
@@ -135,7 +171,9 @@ async def test_after_a_failure_nothing_is_certain() -> None:
     assert not account.covers(CLAIM, CLAIM, LIMITS, 100.0)
     assert not account.may_keep(CLAIM)
     assert not account.is_behind(CLAIM)  # so that it does not ask again and again
-    assert (await ordered(account, claim=None)).kept == CLAIM
+    assert account.is_behind(NOTHING)
+    order = await ordered(account, claim=None)
+    assert (order.may_keep, order.kept) == (False, CLAIM)
 
 
 async def test_the_server_is_behind_if_it_counts_anything_else_than_the_use_or_a_grant_above_it() -> None:
@@ -198,6 +236,15 @@ async def test_what_is_told_twice_counts_once() -> None:
     account.settled(reply(version=1, others=FIVE), 101.0)
     account.heard(Freed("b", "other", 2, CLAIM))
     assert account.others == FOUR
+
+
+def test_whoever_waits_for_news_is_told_of_each() -> None:
+    account = Account("b", count(1))
+    for version in (1, 2):
+        news = account.news
+        assert not news.is_set()
+        account.heard(Freed("b", "other", version, CLAIM))
+        assert news.is_set()
 
 
 @pytest.mark.parametrize("name", ["others", "others_kept"])
