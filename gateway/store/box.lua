@@ -41,13 +41,14 @@ redis.call('PEXPIRE', KEYS[4], ttl)
 local notes, held = {}, redis.call('HGETALL', KEYS[4])
 for i = 1, #held, 2 do
     local until_ms, note = string.match(held[i + 1], '^(%d+) (.*)$')
-    if tonumber(until_ms) > now + ttl then -- this server's clock has gone back
+    until_ms = tonumber(until_ms) or 0 -- 0: not ours
+    if until_ms > now + ttl then -- this server's clock has gone back
         redis.call('HSET', KEYS[4], held[i], string.format('%.0f', now + ttl) .. ' ' .. note)
         if held[i] == owner then
             redis.call('PEXPIRE', KEYS[1], ttl)
         end
     end
-    if tonumber(until_ms) <= now then
+    if until_ms <= now then
         redis.call('HDEL', KEYS[4], held[i])
     elseif held[i] ~= process then
         notes[#notes + 1] = note

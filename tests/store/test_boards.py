@@ -172,11 +172,14 @@ async def test_numbers_go_on_rising_when_the_store_has_lost_everything(valkey: A
     assert new.fence > old.fence
 
 
-async def test_a_note_of_one_that_is_gone_is_not_kept_while_others_come(store: Any) -> None:
+@pytest.mark.parametrize("text", ["1 note", "no note", "9", ""])
+async def test_a_note_of_one_that_is_gone_or_of_nobody_is_not_kept_while_others_come(
+    store: Any, text: str
+) -> None:
     board = board_of("one", store.url, store.prefix)
     notes = f"{{{store.prefix}:box:spark}}:notes"
-    await store.redis.hset(notes, "gone", "1 note")
+    await store.redis.hset(notes, "gone", text)
     found = await board.sync("spark", fence=0, state="", note="")
     await board.aclose()
-    assert found is not None and list(found.others) == []
+    assert found is not None and found.fence and list(found.others) == []
     assert await store.redis.hkeys(notes) == ["one"]
