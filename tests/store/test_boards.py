@@ -79,6 +79,8 @@ async def test_only_the_owner_writes_and_everybody_reads(boards: Boards) -> None
     other = await boards.two.sync("spark", fence=mine.fence, state="resident: qwen", note="")
     assert other is not None
     assert other.state == "resident: gemma"
+    # Nor does it under a later number than its own, which is of before the store has lost its data.
+    await boards.one.sync("spark", fence=mine.fence + 1, state="resident: qwen", note="")
     again = await boards.one.sync("spark", fence=mine.fence, state="", note="")  # it has nothing to say
     assert again is not None
     assert again.state == "resident: gemma"
@@ -170,6 +172,14 @@ async def test_numbers_go_on_rising_when_the_store_has_lost_everything(valkey: A
     await board.aclose()
     assert new is not None
     assert new.fence > old.fence
+
+
+async def test_a_number_that_nobody_wrote_is_none(store: Any) -> None:
+    board = board_of("one", store.url, store.prefix)
+    await store.redis.set(f"{{{store.prefix}:box:spark}}:fence", "no number")
+    found = await board.sync("spark", fence=0, state="", note="")
+    await board.aclose()
+    assert found is not None and found.fence
 
 
 @pytest.mark.parametrize("text", ["1 note", "no note", "9", ""])

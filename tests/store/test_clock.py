@@ -176,6 +176,23 @@ async def test_a_box_whose_owner_died_is_owned_again(store: Any) -> None:
     await alive.aclose()
 
 
+async def test_a_note_that_lies_ahead_keeps_a_box_for_no_owner_but_its_own(store: Any) -> None:
+    dead, alive = (
+        RedisBoard(store.url, prefix=store.prefix, owner=owner, ttl_s=TTL_S, command_s=10)
+        for owner in ("dead", "alive")
+    )
+    assert await dead.sync("spark", fence=0, state="", note="") is not None
+    tag, ahead = f"{{{store.prefix}:box:spark}}", await now_ms(store.redis) + HOUR_MS
+    await store.redis.pexpire(f"{tag}:owner", int(TTL_S * 500))
+    await store.redis.hset(f"{tag}:notes", "another", f"{ahead} note")
+
+    assert await alive.sync("spark", fence=0, state="", note="") is not None
+
+    assert await store.redis.pttl(f"{tag}:owner") <= TTL_S * 500
+    await dead.aclose()
+    await alive.aclose()
+
+
 async def test_the_numbers_of_a_box_s_owners_go_on_rising(store: Any) -> None:
     board = RedisBoard(store.url, prefix=store.prefix, owner="next", ttl_s=TTL_S, command_s=10)
     last = await now_ms(store.redis) + HOUR_MS
