@@ -12,6 +12,7 @@ from gateway.core.facts import (
     Ratio,
     StartedTokens,
     increases,
+    least,
     pooled,
     summed,
 )
@@ -54,6 +55,10 @@ def test_what_several_have_learned(parts: list[Learned], expected: Learned) -> N
 
 def test_counts_are_added_up() -> None:
     assert summed([{"a": 1, "b": 2}, {}, {"b": 3}]) == {"a": 1, "b": 5}
+
+
+def test_of_several_counts_the_lowest_is_known() -> None:
+    assert least([{"a": 1, "b": 3}, {}, {"b": 2}, {"b": 4}]) == {"a": 1, "b": 2}
 
 
 @pytest.mark.parametrize(

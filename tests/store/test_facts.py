@@ -51,12 +51,13 @@ def test_what_is_written_is_read(facts: Facts) -> None:
 
 def test_what_has_no_bound_is_told_as_far_as_it_is_read() -> None:
     verdict = Verdict(1, State.EJECTED, "out for the 10,001st time", 90_000.0, 10_001)
-    told = decode(encode(Facts(verdicts={"a": verdict}, long_waiting={"a": 10_001}, reading={"a": 1e9})))
+    reading = {"a": 1e9, "b": 1 / 3}
+    told = decode(encode(Facts(verdicts={"a": verdict}, long_waiting={"a": 10_001}, reading=reading)))
 
     assert told is not None
     assert told.verdicts["a"] == replace(verdict, left_s=86_400.0, ejections=10_000)
     assert told.long_waiting == {"a": 10_000}
-    assert told.reading == {"a": 86_400.0}
+    assert told.reading == {"a": 86_400.0, "b": 0.333}
 
 
 def test_a_fleet_that_is_down_is_told_in_full() -> None:
@@ -91,6 +92,7 @@ def test_other_versions_say_nothing(text: str) -> None:
         "",
         "nonsense",
         "\ufffd\ufffd",
+        "\ud800",
         "null",
         "[]",
         "{}",
@@ -264,8 +266,8 @@ def test_facts_that_are_too_long_are_not_sent(caplog: pytest.LogCaptureFixture) 
 
 
 def test_facts_may_be_as_long_as_they_are_read_and_no_longer() -> None:
-    def named(chars: int) -> Facts:
-        return Facts(started={("m", "c", "k" * chars): 1})
+    def named(chars: int, char: str = "k") -> Facts:
+        return Facts(started={("m", "c", char * chars): 1})
 
     site = Site()
     most = BYTES_MAX - len(encode(named(0)))
@@ -274,8 +276,9 @@ def test_facts_may_be_as_long_as_they_are_read_and_no_longer() -> None:
     assert decode(text) == site.facts
     with pytest.raises(ValueError, match="longer than"):
         decode(text + " ")
-    site.facts = named(most + 1)
-    assert site.exchange.outgoing() == ("", False)
+    for too_long in (named(most + 1), named(most // 2 + 1, "\u00e9")):  # of two bytes each
+        site.facts = too_long
+        assert site.exchange.outgoing() == ("", False)
 
 
 # ------------------------------------------------------------------ over real servers
@@ -315,7 +318,7 @@ async def test_gateways_hear_each_other(store: Store, connect: Connect) -> None:
 
     assert there.heard == {here.ledger.owner: FULL}
     assert here.heard == {there.ledger.owner: saying()}
-    assert 0 < await store.redis.pttl(facts_key(store)) <= 30_001
+    assert 15_000 < await store.redis.pttl(facts_key(store)) <= 30_001  # outlives what is in it
 
 
 async def test_what_is_urgent_is_heard_at_once(store: Store, connect: Connect) -> None:
@@ -429,10 +432,11 @@ async def test_a_gateway_without_facts_is_counted_and_says_nothing(store: Store,
         ("other", '{"v": 1, "long_waiting": {"push": -5}}', 1),
         ("other", "", 1),
         ("other", '{"v": 2, "of": "another version"}', 0),
+        ("other", "x" * BYTES_MAX, 1),
         ("other", "x" * (BYTES_MAX + 1), 0),
         (b"\xff", "junk", 1),
     ],
-    ids=["junk", "bytes", "negative", "empty", "another-version", "too-long-to-be-passed-on", "name"],
+    ids=["junk", "bytes", "negative", "empty", "another-version", "long", "too-long-to-be-passed-on", "name"],
 )
 async def test_a_hash_of_junk_harms_nobody(
     store: Store,
@@ -453,10 +457,11 @@ async def test_a_hash_of_junk_harms_nobody(
     assert len(caplog.records) == complaints
 
 
-async def test_facts_of_nobody_are_thrown_away(store: Store, connect: Connect) -> None:
+@pytest.mark.parametrize("count", [1, 100])
+async def test_facts_of_nobody_are_thrown_away(store: Store, connect: Connect, count: int) -> None:
     here, there = Gateway(connect(store)), Gateway(connect(store))
     await there.ledger.sync()
-    await store.redis.hset(facts_key(store), mapping={f"nobody-{number}": "x" for number in range(100)})
+    await store.redis.hset(facts_key(store), mapping={f"nobody-{number}": "x" for number in range(count)})
     await here.ledger.sync()
     await there.ledger.sync()
     await here.ledger.sync()

@@ -238,6 +238,17 @@ async def test_only_what_is_urgent_makes_the_others_read(store: Store, leases: L
     assert messages[1:] == ["me", "the end"]
 
 
+async def test_how_long_others_count_unless_they_are_heard_again_is_told(
+    store: Store, leases: Leases
+) -> None:
+    other = Leases(store.url, prefix=store.prefix, owner="other", ttl_s=20.0, command_s=10.0)
+    await other.heartbeat("its facts", is_urgent=False)
+    (told,) = (await leases.heartbeat("", is_urgent=False)).told
+    await other.aclose()
+    assert (told.owner, told.text) == ("other", "its facts")
+    assert 0 < told.left_s <= 20
+
+
 async def test_a_gateway_that_leaves_takes_no_other_with_it(store: Store, connect: Connect) -> None:
     here, there = connect(store), connect(store)
     await here.sync()
