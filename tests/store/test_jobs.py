@@ -411,6 +411,7 @@ async def test_what_is_given_back_goes_first(world: JobWorld, jobs: Jobs) -> Non
     assert await jobs.give_back(*jobs.held("a"), attempts_max=3)
     assert [(await get(jobs, id)).position for id in "bac"] == [1, 2, 3]
     assert [(await get(jobs, id)).failures for id in "bac"] == [1, 0, 0]
+    assert [(await get(jobs, id)).retry_at for id in "bac"] == [0, 0, 0]
     assert await claimed(jobs) == ["b", "a", "c"]
     assert [(await get(jobs, id)).attempt for id in "bac"] == [2, 2, 1]
 
@@ -443,6 +444,66 @@ async def test_the_returned_jobs_of_several_keys_take_turns(world: JobWorld, job
     order = [*alices[:8], *bobs[:8], "carol1", *alices[8:], *bobs[8:]]
     assert [(await get(jobs, id)).position for id in order] == list(range(1, len(order) + 1))
     assert await claimed(jobs) == order
+
+
+async def test_returned_jobs_of_a_key_that_have_gone_put_off_those_of_no_other_key(
+    world: JobWorld, jobs: Jobs
+) -> None:
+    alices, bobs = [[f"{key}{number}" for number in range(5)] for key in ("alice", "bob")]
+    await submit_of(world, jobs, *alices, *bobs)
+    await claimed(jobs)
+    for ids in (alices, bobs):
+        for id in ids:
+            assert await jobs.give_back(*jobs.held(id), attempts_max=3)
+        if ids is alices:
+            assert await claimed(jobs) == alices
+    await submit_of(world, jobs, "carol1")
+    assert await claimed(jobs) == [*bobs, "carol1"]
+
+
+async def test_a_job_of_an_earlier_turn_that_others_left_takes_no_turn_back(
+    world: JobWorld, jobs: Jobs
+) -> None:
+    for config in ("small", "large"):
+        await jobs.beat(config, [], Serving(config, frozenset({"m"})))
+    await submit_of(world, jobs, *(f"alice{number}" for number in range(4)))
+    refused = await jobs.claim("small", [LANE], 3, "small")
+    assert refused is not None
+    refusal = JobError("too_long", "It is too long.")
+    await jobs.refuse(refused.id, refused.claim, refusal, config="small", attempts_max=3, after_s=0.0)
+    for id in ("alice1", "alice2"):
+        job = await jobs.claim("small", [LANE], 3, "small")
+        assert job is not None and job.id == id
+    await submit_of(world, jobs, "carol1", "carol2")
+    left = await jobs.claim("large", [LANE], 3, "large")
+    assert left is not None and left.id == refused.id
+    await submit_of(world, jobs, "bob1")
+    assert await claimed(jobs) == ["carol1", "bob1", "alice3", "carol2"]
+
+
+async def test_what_is_given_back_goes_first_however_many_have_arrived_since(
+    world: JobWorld, jobs: Jobs
+) -> None:
+    await submit_of(world, jobs, "alice1", "bob1")
+    await world.claim(jobs)
+    await world.redis.set(world.key("arrivals"), 40_000)
+    assert await jobs.give_back(*jobs.held("alice1"), attempts_max=3)
+    assert await claimed(jobs) == ["alice1", "bob1"]
+
+
+async def test_a_job_that_rests_while_very_many_arrive_goes_behind_those_that_waited_before(
+    world: JobWorld, jobs: Jobs
+) -> None:
+    await submit_of(world, jobs, "alice1", "bob1", "bob2")
+    await world.claim(jobs)
+    assert await jobs.give_back(*jobs.held("alice1"), attempts_max=3, after_s=500.0)
+    await world.redis.set(world.key("arrivals"), 2**15 - 2)
+    await submit_of(world, jobs, "carol1")  # has the first order number of its turn
+    for arrivals, position in ((2**15, 1), (10**9, 4)):
+        await world.redis.set(world.key("arrivals"), arrivals)
+        assert (await get(jobs, "alice1")).position == position
+    await world.rest_is_over("alice1")
+    assert await claimed(jobs) == ["carol1", "bob1", "bob2", "alice1"]
 
 
 async def test_a_job_that_rests_has_the_position_that_it_would_get(world: JobWorld, jobs: Jobs) -> None:
