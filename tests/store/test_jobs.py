@@ -1255,6 +1255,15 @@ async def test_lanes_say_whether_a_worker_has_their_model(world: JobWorld, jobs:
     assert [lane.is_worked for lane in (await jobs.queue()).lanes] == [False, False]
 
 
+async def test_who_has_not_been_heard_of_for_long_serves_no_model(world: JobWorld, jobs: Jobs) -> None:
+    """Else jobs that all others have refused would be left to it."""
+    await jobs.beat("gone", [], Serving("old", frozenset({"m"})))
+    await world.redis.zincrby(world.key("serving", "m"), -3_600_000, "gone old")
+    await jobs.beat("w", [], Serving("new", frozenset({"m"})))
+    assert await world.serving("m") == ["w new"]
+    assert 0 < await world.redis.ttl(world.key("serving", "m")) <= 600
+
+
 async def test_a_job_that_nobody_else_may_run_rests_after_its_refusal(world: JobWorld, jobs: Jobs) -> None:
     await world.submit(jobs, "a")
     job = await world.claim(jobs)
