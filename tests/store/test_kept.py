@@ -727,6 +727,30 @@ async def test_what_is_published_of_surplus(store: Store, open_leases: Callable[
     assert told == ["begun", "here b", f"dead {version} 10 0 0 0 0 0 b"]
 
 
+async def test_what_is_published_of_use_while_somebody_waits(
+    store: Store, open_leases: Callable[[str], Leases]
+) -> None:
+    """Only what has become free, and only if something has."""
+    here, there = open_leases("here"), open_leases("there")
+    async with store.redis.pubsub(ignore_subscribe_messages=True) as said:
+        await said.subscribe(f"{store.prefix}:freed")
+        while not await store.redis.publish(f"{store.prefix}:freed", "begun"):
+            pass
+        await here.settle("b", order(1, waits=True))
+        for number in (1, 2):
+            await there.settle("b", order(number, 10))
+        fewer = (await there.settle("b", order(3, 7, claim=1))).version
+        await there.settle("b", order(4, 12))
+        other = Load(5, 3)
+        others = (await there.settle("b", replace(order(5), used=other, kept=other))).version
+        await store.redis.publish(f"{store.prefix}:freed", "over")
+        told = []
+        with anyio.fail_after(WITHIN_S):
+            while (message := await said.get_message(timeout=WITHIN_S)) is None or message["data"] != "over":
+                told += [message["data"]] if message else []
+    assert told == ["begun", f"there {fewer} 2 0 0 0 0 0 b", f"there {others} 7 0 0 0 0 0 b"]
+
+
 async def test_a_store_that_has_lost_everything_goes_on_with_later_versions(
     store: Store, open_leases: Callable[[str], Leases]
 ) -> None:
