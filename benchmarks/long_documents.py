@@ -61,7 +61,7 @@ class Documents:
         start = self._made * 7919 % (len(self._text) - size)
         return f"{self._made:08} {self._text[start : start + size - 9]}"
 
-    async def bodies(self, size: int, count: int) -> Sequence[bytes]:
+    async def bodies(self, size: int, count: int) -> list[bytes]:
         """Return so many requests, each of another text, made in a thread: the engine here answers probes."""
         return await asyncio.to_thread(lambda: [body_of(self.text(size)) for _ in range(count)])
 
@@ -100,7 +100,7 @@ class Gateway:
 
 
 def start(folder: Path, engine: str, vocab: Path) -> Gateway:
-    """Run a gateway before an engine that takes one request at a time, and may have days of work before it."""
+    """Run a gateway before an engine that takes one request at a time: days of work may wait for it."""
     document = {
         "listen": "127.0.0.1:0",
         "admin": "127.0.0.1:0",
