@@ -283,9 +283,11 @@ def _decoded(raw: bytes) -> Mapping[str, Any]:
 def _encoded(body: Mapping[str, Any]) -> bytes:
     """Encode a request as JSON without escapes, which would double or triple the size of most scripts."""
     try:
-        return json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
+        return json.dumps(body, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:  # a lone surrogate, which can only be escaped
         return json.dumps(body, separators=(",", ":")).encode()
+    except ValueError:  # such as 1e999, which is read as infinite, and which JSON cannot say
+        raise _Bad("invalid_json_line", "The line has a number that is out of range.") from None
 
 
 def _refuse(constant: str) -> NoReturn:

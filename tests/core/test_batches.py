@@ -89,6 +89,9 @@ def test_half_a_character_stays_an_escape() -> None:
         pytest.param(line(body={"x": [0] * 200_000}), "too_many_items", None, id="values"),
         pytest.param(b'{"custom_id": NaN}', "invalid_json_line", None, id="not-a-number"),
         pytest.param(b'{"custom_id": ' + b"9" * 5000 + b"}", "invalid_json_line", None, id="long-number"),
+        pytest.param(
+            line(body={"x": 0}).replace(b"0", b"1e999"), "invalid_json_line", None, id="infinite-number"
+        ),
         pytest.param(line(custom_id=...), "invalid_custom_id", "custom_id", id="no-custom-id"),
         pytest.param(line(custom_id=7), "invalid_custom_id", "custom_id", id="a-number"),
         pytest.param(line(custom_id=""), "invalid_custom_id", "custom_id", id="empty"),
