@@ -290,17 +290,29 @@ async def test_a_store_that_is_away_is_not_asked_all_the_time(
 
 
 async def test_a_worker_whose_claim_the_store_has_forgotten_leaves_the_job_to_who_has_it(
-    world: JobWorld,
+    world: JobWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second, is_asked = Held(WITHOUT_SLOT), Held(1), anyio.Event()
+    caplog.set_level(logging.INFO, "gateway.jobs")
+    first, second, is_asked, has_heard = Held(WITHOUT_SLOT), Held(1), anyio.Event(), anyio.Event()
     outcomes = dict[str, AttemptOutcome]()
     ends = {"first": anyio.Event(), "second": anyio.Event()}
     rules = replace(RULES, beat_s=1000.0, ahead_max=1)
     store, other = world.open(), world.open()
+    append = store.append
+
+    async def append_and_hear(*args: Any) -> bool:
+        is_held = await append(*args)
+        if not is_held:
+            has_heard.set()
+        return is_held
 
     async def hold_first(asked: Asked, number: int) -> None:
         is_asked.set()
         await first(asked, number)
+        if number == 1:
+            await has_heard.wait()  # the next word finds that the job is lost
+
+    monkeypatch.setattr(store, "append", append_and_hear)
 
     def tell(name: str) -> Callable[[AttemptEnd], None]:
         def told(end: AttemptEnd) -> None:
@@ -326,6 +338,8 @@ async def test_a_worker_whose_claim_the_store_has_forgotten_leaves_the_job_to_wh
         assert await content(other, "a") == ANSWER
 
     assert outcomes == {"first": AttemptOutcome.LOST, "second": AttemptOutcome.ENDED}
+    assert _told(caplog, "job_lost") == [{"event": "job_lost", "id": "a", "lane": "m/light"}]
+    assert not _told(caplog, "job_attempt_failed")
 
 
 async def test_an_answer_of_which_the_store_has_lost_the_last_words_goes_on_from_those_that_it_has(
@@ -1211,6 +1225,51 @@ async def test_what_a_worker_remembers_of_errors_is_bounded(
     assert {job.status for job in jobs} == {JobStatus.COMPLETED}
 
 
+async def test_a_worker_remembers_the_jobs_that_have_failed_last(
+    world: JobWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that it has forgotten, an answer before its next attempt says nothing."""
+    monkeypatch.setattr("gateway.jobs.worker.KNOWN_MAX", 2)
+    monkeypatch.setattr("gateway.jobs.worker.UNPROVEN_ATTEMPTS", sys.maxsize)
+    store, may_end = world.open(), set[str]()
+    errs_after, erred, told = dict[str, int](), dict[str, int](), set[tuple[str, int]]()
+
+    async def before(asked: Asked, number: int) -> None:
+        id, attempt = asked.job.id, asked.job.attempt
+        if number:
+            return
+        if attempt > errs_after.get(id, sys.maxsize):
+            del errs_after[id]
+            erred[id] = attempt
+            raise UpstreamFaulty("It errs.")
+        if id not in may_end:
+            raise NoBackend("None is up.")
+
+    async def err(id: str) -> None:
+        """Have the next attempt at a job fail."""
+        job = await store.get(id)
+        errs_after[id] = job.attempt if job else 0
+        if job is None:
+            await submit(store, id)
+        with anyio.fail_after(WITHIN_S):
+            while id in errs_after or (id, erred[id]) not in told:
+                await anyio.lowlevel.checkpoint()
+
+    def tell(end: AttemptEnd) -> None:
+        told.add((end.job.id, end.job.attempt))
+
+    failures = dict[str, int]()
+    async with working(store, Backend(before), on_attempt=tell):
+        for id in "abac":
+            await err(id)
+        for id in "cab":  # the first is the answer in between
+            if id != "c":
+                await err(id)
+            may_end.add(id)
+            failures[id] = (await ended(store, id)).failures
+    assert failures == {"a": 2, "b": 1, "c": 1}
+
+
 async def test_a_job_is_given_up_though_it_took_the_last_backend_with_it(world: JobWorld) -> None:
     """While none is up, nobody claims it to find that out."""
     store, asked = world.open(), 0
@@ -1364,6 +1423,45 @@ async def test_a_configuration_that_is_given_up_is_not_waited_for(world: JobWorl
         await submit(store, "a")
         job = await ended(store, "a")
     assert (job.status, job.attempt) == (JobStatus.FAILED, RULES.attempts_max)
+
+
+async def test_a_refusal_is_the_configuration_s_under_which_the_job_was_claimed(world: JobWorld) -> None:
+    """A process may have read another one meanwhile, which is to have its own say."""
+    store, config = world.open(), "old"
+
+    async def refuse(asked: Asked, number: int) -> None:
+        nonlocal config
+        if config == "old":
+            config = "new"
+            with anyio.fail_after(WITHIN_S):
+                while await world.serving("m") != ["w new"]:
+                    await anyio.lowlevel.checkpoint()
+            raise InvalidRequest("It is too long for every backend.")
+
+    async with working(store, Backend(refuse), serves=lambda: Serving(config, frozenset({"m"}))):
+        await submit(store, "a")
+        job = await ended(store, "a")
+    assert (job.status, job.attempt, job.failures) == (JobStatus.COMPLETED, 2, 0)
+
+
+async def test_a_job_that_every_configuration_refuses_rests_for_as_long_as_can_be(
+    world: JobWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, rested_s = world.open(), list[float]()
+    refuse = store.refuse
+
+    async def refuse_at_once(*args: Any, after_s: float, **options: Any) -> AfterRefusal | None:
+        rested_s.append(after_s)
+        return await refuse(*args, after_s=0.0, **options)
+
+    monkeypatch.setattr(store, "refuse", refuse_at_once)
+    await submit(store, "a")
+    rules = replace(RULES, retry_s=1.0, retry_max_s=5.0)
+    error = InvalidRequest("It is too long for every backend.", param="messages")
+    async with working(store, Backend(failing(error, RULES.attempts_max, 0)), rules=rules):
+        job = await ended(store, "a")
+    assert job.error == JobError("invalid_request", "It is too long for every backend.", "messages")
+    assert rested_s == [5.0] * RULES.attempts_max
 
 
 @pytest.mark.parametrize(
