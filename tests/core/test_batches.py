@@ -154,7 +154,7 @@ def test_requests_up_to_the_limit_and_not_one_more() -> None:
 def test_bytes_up_to_the_limit_and_not_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert batches.FILE_BYTES_MAX == 209_715_200
     monkeypatch.setattr(batches, "FILE_BYTES_MAX", 2 * len(line()))
-    assert len(read(line(), line(custom_id="b"))) == 2
+    assert [type(one) for one in read(line(), line(custom_id="b"))] == [BatchLine, BatchLine]
     *_, error = read(line(), line(custom_id="b"), b"\n")
     assert isinstance(error, BatchLineError)
     assert (error.code, error.line) == ("file_too_large", None)
@@ -334,6 +334,14 @@ def test_a_line_that_is_too_long_is_not_kept(monkeypatch: pytest.MonkeyPatch) ->
     found = [reader.read(one) for one in lines]
     assert found[0] == BatchLineError("line_too_long", "The line has more than 1,000 bytes.", 1)
     assert found[1] == BatchLine(2, "a", b'{"model":"m"}')
+
+
+def test_a_line_that_is_too_long_counts_towards_the_limit_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "FILE_BYTES_MAX", batches.LINE_BYTES_MAX + len(line()))
+    reader = InputReader(CHAT)
+    found = [reader.read(RawLine(number, data, 0)) for number, data in enumerate((None, line(), b"\n"), 1)]
+    assert [type(one) for one in found] == [BatchLineError, BatchLine, BatchLineError]
+    assert [error.code for error in reader.errors] == ["line_too_long", "file_too_large"]
 
 
 @pytest.mark.parametrize("size", [1, 600, 999])
