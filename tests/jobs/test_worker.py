@@ -553,6 +553,20 @@ async def test_an_answer_that_was_whole_when_its_worker_died_is_not_asked_for_ag
     assert await content(store, "a") == ANSWER
 
 
+async def test_an_answer_of_whose_choices_one_was_whole_when_its_worker_died_begins_anew(
+    world: JobWorld,
+) -> None:
+    store, backend = world.open(), Backend()
+    body = json.dumps({**json.loads(BODY), "n": 2}).encode()
+    await store.submit(NewJob(id="a", key="alice", lane="m/light", body=body), QUOTA)
+    job = await world.claim(store, "gone")
+    await store.append(job.id, job.claim, Chunk(0, job.attempt, event("stop", content=ANSWER)))
+    await world.lose_worker_of("a")
+    async with working(store, backend):
+        assert (await ended(store, "a")).attempt == 2
+    assert [asked.so_far for asked in backend.asked] == [""]
+
+
 async def test_the_loss_of_an_earlier_attempt_does_not_end_this_one(world: JobWorld) -> None:
     store, held = world.open(), Held(1)
     await submit(store, "a")
@@ -817,6 +831,7 @@ async def test_a_worker_that_ends_returns_a_job_of_which_it_has_not_heard(
             if not is_claimed.is_set():
                 if job is not None:
                     self._tokens[worker] = job.claim
+                await submit(self, "next")  # which it is to leave alone
                 is_claimed.set()
                 if how == "stopped":
                     life.cancel_scope.cancel()
@@ -842,12 +857,35 @@ async def test_a_worker_that_ends_returns_a_job_of_which_it_has_not_heard(
             await worker.wait_idle()
         assert ends == [AttemptOutcome.RETURNED] * len(ids)
         life.cancel_scope.cancel()
-    jobs = [await store.get(id) for id in ids]
+    jobs = [await store.get(id) for id in (*ids, "next")]
     await store.aclose()
     assert [(job.status, job.attempt, job.failures, job.retry_at) for job in jobs if job] == [
-        (JobStatus.QUEUED, 1, 0, 0) for _ in ids
+        *((JobStatus.QUEUED, 1, 0, 0) for _ in ids),
+        (JobStatus.QUEUED, 0, 0, 0),
     ]
     assert ends == [AttemptOutcome.RETURNED] * len(ids)
+
+
+async def test_a_worker_that_ends_does_not_wait_for_a_store_that_is_away(
+    world: JobWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it got a job with its last claim, it cannot find out."""
+    store, is_asked = world.open(), anyio.Event()
+
+    async def away(*args: Any) -> None:
+        is_asked.set()
+        await anyio.lowlevel.checkpoint()
+        raise StoreUnavailable("It is away.")
+
+    monkeypatch.setattr(store, "claim", away)
+    worker = Worker(store, "w", read, Backend().run, RULES, serves, tokens_of)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(worker.run)
+        await is_asked.wait()
+        worker.drain()
+        with anyio.fail_after(WITHIN_S):
+            await worker.wait_idle()
+            await worker.stop()
 
 
 async def test_a_worker_that_is_stopped_as_it_claims_a_job_claims_no_more(world: JobWorld) -> None:
@@ -1270,7 +1308,9 @@ async def test_a_worker_remembers_the_jobs_that_have_failed_last(
     assert failures == {"a": 2, "b": 1, "c": 1}
 
 
-async def test_a_job_is_given_up_though_it_took_the_last_backend_with_it(world: JobWorld) -> None:
+async def test_a_job_is_given_up_though_it_took_the_last_backend_with_it(
+    world: JobWorld, caplog: pytest.LogCaptureFixture
+) -> None:
     """While none is up, nobody claims it to find that out."""
     store, asked = world.open(), 0
 
@@ -1284,6 +1324,8 @@ async def test_a_job_is_given_up_though_it_took_the_last_backend_with_it(world: 
         job = await ended(store, "a")
     message = "The job was given up: 3 attempts at it failed. The last: It broke."
     assert job.error == JobError("job_poisoned", message)
+    told = [(fields["attempt"], fields["reason"]) for fields in _told(caplog, "job_attempt_failed")]
+    assert told == [(attempt, "It broke.") for attempt in range(1, RULES.attempts_max + 1)]
 
 
 async def test_jobs_of_a_model_that_a_worker_has_not_wait_for_one_that_has_it(
@@ -1615,29 +1657,37 @@ async def test_what_an_answer_has_thought_counts_as_part_of_its_length(world: Jo
     assert [asked.body["max_completion_tokens"] for asked in backend.asked] == [14]
 
 
-async def test_a_long_answer_is_continued_beside_the_event_loop_however_short_its_request(
-    world: JobWorld, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("begun", "more", "facts", "beside"),
+    [
+        pytest.param("", "", b"{}", set(), id="short"),
+        pytest.param("x" * INLINE_BYTES, "", b"{}", {"continued", "read", "answer"}, id="long-answer"),
+        pytest.param("", "x" * INLINE_BYTES, b"{}", {"continued", "read", "answer"}, id="long-request"),
+        pytest.param("", "", b'"%b"' % (b"x" * INLINE_BYTES), {"continued", "read"}, id="long-facts"),
+    ],
+)
+async def test_what_is_long_is_read_beside_the_event_loop_however_short_the_rest(
+    world: JobWorld, monkeypatch: pytest.MonkeyPatch, begun: str, more: str, facts: bytes, beside: set[str]
 ) -> None:
-    own, threads = threading.get_ident(), list[tuple[str, bool]]()
+    own, threads = threading.get_ident(), dict[str, set[bool]]()
 
-    def continued(*args: Any) -> bytes | None:
-        threads.append(("continued", threading.get_ident() == own))
-        return continuation(*args)
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.get_ident() == own)
+            return call(*args)
 
-    def reads(job: Job, body: bytes) -> Incoming:
-        threads.append(("read", threading.get_ident() == own))
-        return read(job, body)
+        return called
 
-    monkeypatch.setattr("gateway.jobs.worker.continuation", continued)
-    store = world.open()
-    for id, text in (("short", WORDS[0]), ("long", "x" * INLINE_BYTES + " " + WORDS[0])):
-        await submit(store, id)
-        job = await world.claim(store, "gone")
-        await store.append(job.id, job.claim, Chunk(0, job.attempt, event(content=text)))
-        await world.lose_worker_of(id)
-        async with working(store, Backend(), reads=reads):
-            assert (await ended(store, id)).status is JobStatus.COMPLETED
-    assert threads == [("continued", True), ("read", True), ("continued", False), ("read", False)]
+    monkeypatch.setattr("gateway.jobs.worker.continuation", noted("continued", continuation))
+    monkeypatch.setattr("gateway.jobs.worker.answer_so_far", noted("answer", answer_so_far))
+    store, body = world.open(), json.dumps({**json.loads(BODY), "user": more}).encode()
+    await store.submit(NewJob(id="a", key="alice", lane="m/light", body=body, facts=facts), QUOTA)
+    job = await world.claim(store, "gone")
+    await store.append(job.id, job.claim, Chunk(0, job.attempt, event(content=f"{begun} {WORDS[0]}")))
+    await world.lose_worker_of("a")
+    async with working(store, Backend(), reads=noted("read", read)):
+        assert (await ended(store, "a")).status is JobStatus.COMPLETED
+    assert threads == {name: {name not in beside} for name in ("continued", "read", "answer")}
 
 
 # ------------------------------------------------------------------ what is told of attempts
