@@ -23,9 +23,10 @@ WAITING = frozenset(
 )
 """Folders of tests that wait for sockets and processes, which a neighbour on the machine can hold up."""
 
-# How long an example takes is the machine's business. What fails says how to have it again.
+# How long an example takes is the machine's business. What fails says how to have it again. There are fewer
+# than Hypothesis draws unasked: each run draws others, and is to take less than a quarter of an hour.
 settings.register_profile(
-    "tests", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "tests", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("tests")
 

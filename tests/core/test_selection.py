@@ -977,7 +977,7 @@ POOLS = st.builds(
 )
 
 
-@settings(max_examples=700)
+@settings(max_examples=350)
 @given(DEMANDS, VIEWS, POOLS, st.booleans())
 def test_nothing_objects_to_what_is_clear(
     demand: Demand, subject: BackendView, pool: Pool, is_spill: bool
@@ -1084,7 +1084,7 @@ WEIGHTS = st.builds(
 )
 
 
-@settings(max_examples=1_000)
+@settings(max_examples=400)
 @example(
     demand=SHORT,
     views=replicas((None,) * 4, (500_000, 0, 0, 499_999), (0.5, 0.0, 0.0, 0.5)),
@@ -1140,7 +1140,7 @@ def test_who_comes_first_is_known_without_the_others(
     )
 
 
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(DEMANDS, VIEWS, VIEWS, POOLS, st.booleans())
 def test_what_is_known_of_one_replica_is_what_would_be_found_of_the_other(
     demand: Demand, one: BackendView, other: BackendView, pool: Pool, is_spill: bool
