@@ -486,6 +486,36 @@ def test_a_change_leaves_what_stands_beside_it_as_it_was() -> None:
     )
 
 
+def test_a_change_within_what_is_no_object_is_left_to_the_backend_to_refuse() -> None:
+    raw = b'{"model":"m","messages":[{"role":"user","content":"x"}],"chat_template_kwargs":[{}],"n":1}'
+    incoming = read(Endpoint.CHAT, raw, RULES)
+
+    sent = incoming.body_for("s", {("chat_template_kwargs", "enable_thinking"): True, ("n",): 2})
+
+    assert sent == (
+        b'{"model":"s","messages":[{"role":"user","content":"x"}],"chat_template_kwargs":[{}],"n":2}'
+    )
+
+
+def test_a_body_whose_nesting_could_just_be_read_is_sent_from_deeper_calls_too() -> None:
+    def read_nested(depth: int) -> WireRequest | None:
+        raw = body(chat_template_kwargs={"x": "HERE"}).replace(b'"HERE"', b"[" * depth + b"]" * depth)
+        with contextlib.suppress(InvalidRequest):
+            return read(Endpoint.CHAT, raw, RULES)
+        return None
+
+    def sent_from(calls: int, incoming: WireRequest) -> bytes:
+        if calls:
+            return sent_from(calls - 1, incoming)
+        return incoming.body_for("s", {("chat_template_kwargs", "enable_thinking"): True})
+
+    depth, incoming = next(
+        (depth, found) for depth in range(2_000, 0, -1) if (found := read_nested(depth)) is not None
+    )
+
+    assert b"[" * depth + b"]" * depth in sent_from(50, incoming)
+
+
 def test_members_are_read_one_by_one() -> None:
     incoming = chat(tool_choice="required", stop=None)
 

@@ -14,6 +14,8 @@ SHORT_BYTES = 16_384
 """Up to this size, bodies are assembled by msgspec, in a buffer that it grows as needed. A choice: copying
 longer ones while it grows costs more."""
 
+_decode_inner = msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode
+
 
 @valueclass(frozen=True, slots=True)
 class WireRequest:
@@ -58,12 +60,18 @@ def encoded(members: Mapping[str, bytes | msgspec.Raw]) -> bytes:
 
 
 def _changed(members: Mapping[str, msgspec.Raw], changes: Changes) -> Mapping[str, msgspec.Raw]:
-    """Return the members with `changes` applied; siblings of a change keep their bytes."""
+    """Return the members with `changes` applied; siblings of a change keep their bytes.
+
+    A change within a member that is no object, or nested too deep to be decoded from here, is left out.
+    """
     changed = dict(members)
     for (name, *inner), value in changes.items():
         raw = msgspec.Raw(msgspec.json.encode(value))
         if inner:
-            held = msgspec.json.decode(changed.get(name, b"null"), type=dict[str, msgspec.Raw] | None) or {}
+            try:
+                held = _decode_inner(changed.get(name, b"null")) or {}
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                continue  # the backend will report the error
             raw = msgspec.Raw(msgspec.json.encode({**held, inner[0]: raw}))
         changed[name] = raw
     return changed
