@@ -82,6 +82,16 @@ FOUND: dict[str, bytes] = {
     "an-assistants": body_of([message(DOCUMENT, role="assistant")]),
     "a-tools": body_of([message("x"), message(DOCUMENT, role="tool")]),
     "beside-calls": body_of([message(DOCUMENT, tool_calls=[])]),
+    "beside-calls-and-their-thought": body_of(
+        [
+            message(
+                DOCUMENT,
+                role="assistant",
+                tool_calls=[{"function": {"name": "f", "arguments": "{}"}}],
+                reasoning="I call f.",
+            )
+        ]
+    ),
     "two-without-quotes": body_of([message(PLAIN, role="system"), message(PLAIN + "x")]),
     "between-two-without-quotes": body_of([message(PLAIN), message("x"), message(DOCUMENT), message(PLAIN)]),
     "many-without-quotes": body_of([message(f"{PLAIN}{number}") for number in range(40)]),
@@ -175,6 +185,12 @@ def test_a_part_is_known_again_only_among_the_same_texts() -> None:
 
     assert key(LONG_PART, QUESTION) == key(LONG_PART, QUESTION)
     assert len({key(LONG_PART), key(LONG_PART, QUESTION), key(QUESTION, LONG_PART)}) == 3
+
+
+def test_recordings_that_could_be_taken_for_one_are_counted_each() -> None:
+    recording = {"type": "input_audio", "input_audio": {"data": DOCUMENT}}
+
+    assert read(body_of([message([recording, recording])])).request.audios == 2
 
 
 @pytest.mark.parametrize("slash", [b"/", b"\\/"])
