@@ -207,6 +207,38 @@ def test_tools_that_were_read_before_are_checked_against_the_rules_of_today() ->
     assert caught.value.code == "too_many_items"
 
 
+TURN: dict[str, object] = {"role": "user", "content": "x"}
+
+
+def with_parts(*numbers: int, calls: int = 0) -> list[dict[str, object]]:
+    """Return messages with so many parts, and `calls` tool calls each."""
+    return [{"role": "user", "content": ["x"] * parts, "tool_calls": [{}] * calls} for parts in numbers]
+
+
+@pytest.mark.parametrize(
+    ("most", "too_many", "param"),
+    [
+        pytest.param([TURN] * 2, [TURN] * 3, "messages", id="messages"),
+        pytest.param(
+            [*with_parts(1), TURN], [*with_parts(1), TURN, TURN], "messages", id="messages-of-parts"
+        ),
+        pytest.param(with_parts(2), with_parts(3), "messages.0.content", id="parts"),
+        pytest.param(with_parts(0, calls=2), with_parts(0, calls=3), "messages.0.tool_calls", id="calls"),
+        pytest.param(with_parts(2, 1), with_parts(2, 2), "messages", id="parts-together"),
+        pytest.param(with_parts(1, calls=2), with_parts(2, calls=2), "messages", id="parts-and-calls"),
+    ],
+)
+def test_a_chat_may_have_as_many_items_as_the_rules_say_and_no_more(
+    most: object, too_many: object, param: str
+) -> None:
+    rules = replace(RULES, messages_max=2, parts_max=3)
+
+    assert chat(rules, messages=most).request.prompt.turns
+    with pytest.raises(InvalidRequest) as caught:
+        chat(rules, messages=too_many)
+    assert (caught.value.code, caught.value.param) == ("too_many_items", param)
+
+
 @pytest.mark.parametrize("last", [1.0, 1.5, "1", None, [1], {}])
 def test_a_long_array_of_ids_and_something_else_is_refused_as_a_short_one_is(last: object) -> None:
     for count in (1, 100_000):
@@ -422,6 +454,13 @@ def test_no_spelling_makes_a_backend_fetch_an_address(part: dict[str, Any]) -> N
 def test_whatever_a_member_holds_the_answer_is_a_request_or_a_refusal(value: object, name: str) -> None:
     with contextlib.suppress(InvalidRequest):
         read(Endpoint.CHAT, body(**{name: value}), RULES)
+
+
+def test_a_completion_says_nothing_about_reasoning() -> None:
+    options = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": False}}
+    raw = json.dumps({"model": "m", "prompt": "x", **options}).encode()
+
+    assert read(Endpoint.COMPLETIONS, raw, RULES).request.reasoning is None
 
 
 @pytest.mark.parametrize("prompt", [None, [], 3, [1, "a"], ["a", 1], {"a": 1}, [[]] * 9])
