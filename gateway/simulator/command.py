@@ -1,6 +1,7 @@
 """`gemma-gateway simulate`: one simulated Gemma 4 server on a port."""
 
 from contextlib import suppress
+from functools import partial
 
 import rich_click as click
 
@@ -17,26 +18,13 @@ speed_option = click.option(
     type=Number(min=0, min_open=True),
     help="Engine seconds per second of the clock. All other durations are engine time.",
 )
-answer_tokens_option = click.option(
-    "--answer-tokens",
-    default=200,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Median length of an answer.",
+_at_least_one = partial(click.option, show_default=True, type=click.IntRange(min=1))
+answer_tokens_option = _at_least_one("--answer-tokens", default=200, help="Median length of an answer.")
+thought_tokens_option = _at_least_one(
+    "--thought-tokens", default=450, help="Median length of the reasoning before it."
 )
-thought_tokens_option = click.option(
-    "--thought-tokens",
-    default=450,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Median length of the reasoning before it.",
-)
-stream_interval_option = click.option(
-    "--stream-interval",
-    default=1,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Tokens per event of a stream, from the second event on.",
+stream_interval_option = _at_least_one(
+    "--stream-interval", default=1, help="Tokens per event of a stream, from the second event on."
 )
 
 
