@@ -13,7 +13,7 @@ from gateway.core.backends import Backend, Capacity
 from gateway.core.policy import ModelPolicy, Policy, TrafficClass
 from gateway.core.quirks import WORKAROUNDS
 from gateway.settings.policies import mixed_pools
-from gateway.settings.problems import Finding, Known, Problem
+from gateway.settings.problems import Finding, Known, Problem, no_such_key
 from gateway.settings.reach import Reach, reach
 from gateway.settings.resolved import Settings
 from gateway.settings.sections.site_profiles import resolve
@@ -385,9 +385,6 @@ def _quirks(name: str, settings: Settings) -> Iterator[str]:
             yield f"backend {name}: its profile has no quirk {quirk} to remove"
 
 
-_VARIABLE = re.compile(r"\$\{\w+(?::-([^}]*))?\}")
-"""A variable in a value as it is written, with the default that may stand there, too."""
-
 _PASSWORD = re.compile(r"://[^@]*:[^@]+@|[?&]password=[^&]")
 
 
@@ -404,7 +401,7 @@ def _exposure(settings: Settings) -> Iterator[Finding]:
     path = settings.tree.known(("store", "url"))
     if settings.document.store is not None and path:
         written = settings.tree.substituted.get(path, settings.document.store.url)
-        if _PASSWORD.search(_VARIABLE.sub(r"\1", written)):
+        if _PASSWORD.search(written):
             message = (
                 "the store's password is in this file, which the admin port shows: "
                 "write it as ${NAME}, from an environment variable"
@@ -433,9 +430,7 @@ def _priorities(settings: Settings) -> Iterator[Finding]:
     for name in {} if jobs is None else jobs.priorities:
         if name not in known:
             suggestion, _ = known.instead_of(name)
-            # A key may stand where its name belongs: only what is like a name is repeated.
-            missing = f'API key "{name}"' if suggestion else "API key of this name"
-            message = f"there is no {missing}; nobody has this priority"
+            message = f"{no_such_key(name, suggestion)}; nobody has this priority"
             yield Finding(("jobs", "priorities", name), message, suggestion)
 
 

@@ -87,6 +87,14 @@ class Known:
         return "", f"; there are {listed}" + (f" and {more:,} more" if more > 0 else "")
 
 
+def no_such_key(name: str, suggestion: str) -> str:
+    """Return what there is not: the API key of this name.
+
+    A key may stand where its name belongs: a name is repeated only if it is like a known one.
+    """
+    return f'there is no API key "{name}"' if suggestion else "there is no API key of this name"
+
+
 def closest(word: str, known: Iterable[str]) -> str:
     """Return the known word of which `word` is probably a misspelling, quoted; "" if there is none."""
     candidates = sorted(set(known))

@@ -14,7 +14,7 @@ from gateway import profiles
 from gateway.core.webhooks import address_refusal
 from gateway.settings.addresses import address, overlap
 from gateway.settings.document import Document
-from gateway.settings.problems import Finding, Known
+from gateway.settings.problems import Finding, Known, no_such_key
 from gateway.settings.yaml_tree import Path
 
 _NUMERIC = re.compile(r"[0-9a-fx.]*\d")
@@ -210,9 +210,8 @@ def _names(path: Path, kind: str, listed: Any, known: Known) -> Iterator[Finding
 
 def _unknown(path: Path, kind: str, name: str, known: Known) -> Finding:
     suggestion, listing = known.instead_of(name)
-    # A key may stand where its name belongs: only what is like a name is repeated.
-    missing = f'{kind} "{name}"' if kind != API_KEY or suggestion else f"{kind} of this name"
-    return Finding(path, f"there is no {missing}{listing}", suggestion)
+    missing = no_such_key(name, suggestion) if kind == API_KEY else f'there is no {kind} "{name}"'
+    return Finding(path, f"{missing}{listing}", suggestion)
 
 
 def _server(url: str) -> str | None:

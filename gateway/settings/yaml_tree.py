@@ -44,7 +44,7 @@ class Tree:
     Attributes:
         data: The plain values.
         values, keys: Positions of each value, and of the key in front of it, by path.
-        substituted: The values that name a variable, as they are written, by path.
+        substituted: The values that name a variable, by path: what of them is in the file, defaults included.
         problems: `(mark, message)` of errors in the text itself.
     """
 
@@ -138,7 +138,7 @@ class _Builder:
         if isinstance(node, yaml.SequenceNode):
             return [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
         if _VARIABLE.search(node.value):
-            self._tree.substituted[path] = node.value
+            self._tree.substituted[path] = _VARIABLE.sub(_default, node.value)
         return self._scalar(node)
 
     def _complain(self, mark: Mark, message: str) -> None:
@@ -263,6 +263,11 @@ class _Builder:
             complaint = f"environment variable {name} is not set; ${{{name}:-default}} gives it a default"
             self._complain(mark, complaint)
         return value
+
+
+def _default(match: re.Match[str]) -> str:
+    """Return what a variable's place in the file says by itself: its default."""
+    return match[0] if match["name"] is None else (match["default"] or "").removeprefix(":-")
 
 
 def _mark(mark: yaml.Mark | None) -> Mark:
