@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
@@ -21,6 +21,7 @@ from gateway.ports import Clock, JobStore
 from gateway.threads import decoded
 
 log = logging.getLogger("gateway.jobs")
+T = TypeVar("T")
 
 FOLLOW_S = 10.0
 """How long a follower waits for news before it sends a keep-alive: as between comments
@@ -85,19 +86,14 @@ class CallersJobs:
 
     async def answer(self, job: Job) -> bytes:
         """Return the chat completion of a successful job."""
-        found = await self._jobs.load(job.id)
-        if found is None:
-            raise gone(job.id)
-        job = found
+        job = _kept(await self._jobs.load(job.id), job.id)
         async with self._turn(job, 0):
             chunks = await self._chunks_of_final(job)
             return await decoded(len(job.new.body) + size_of(chunks), partial(whole, job, chunks))
 
     async def facts(self, job: Job) -> JobFacts:
         """Return the facts of a job."""
-        facts = await self._jobs.facts(job.id)
-        if facts is None:
-            raise gone(job.id)
+        facts = _kept(await self._jobs.facts(job.id), job.id)
         job = replace(job, new=replace(job.new, facts=facts))
         return await decoded(len(facts), partial(JobFacts.of, job))
 
@@ -276,10 +272,7 @@ class CallersJobs:
         return self._long if is_long else nullcontext()
 
     async def _again(self, job: Job) -> Job:
-        found = await self._jobs.get(job.id)
-        if found is None:
-            raise gone(job.id)
-        return found
+        return _kept(await self._jobs.get(job.id), job.id)
 
     async def _chunks_of_final(self, job: Job) -> Sequence[Chunk]:
         chunks = await self._jobs.all_chunks(job.id)
@@ -297,6 +290,13 @@ def gone(id: str, param: str | None = None) -> ResponseNotFound:
     """Return the error for an id that does not exist for this caller."""
     message = f"No response {id[:64]!r} is kept here for this key: it is unknown, deleted or expired."
     return ResponseNotFound(message, param=param)
+
+
+def _kept(found: T | None, id: str) -> T:
+    """Return what the store has of a job. Raises ResponseNotFound if it has nothing."""
+    if found is None:
+        raise gone(id)
+    return found
 
 
 def _replayed(facts: JobFacts, job: Job, chunks: Sequence[Chunk]) -> dict[str, Any]:
