@@ -578,6 +578,15 @@ def test_members_that_reach_into_the_engine_stay_here() -> None:
     assert set(json.loads(incoming.body_for("s"))) == {"model", "messages", "top_k"}
 
 
+def test_what_stays_here_is_not_read_either() -> None:
+    rules = WireRules(choices_max=1, drop_fields=frozenset({"n", "max_tokens"}))
+
+    incoming = chat(rules, n=3, max_tokens=7)
+
+    assert (incoming.request.choices, incoming.request.max_tokens) == (1, None)
+    assert set(json.loads(incoming.body_for("s"))) == {"model", "messages"}
+
+
 @pytest.mark.parametrize("text", ["short", "long " * 30_000])
 def test_nor_do_they_get_there_as_arguments_of_the_template(text: str) -> None:
     kwargs = '{"enable_thinking":true,"chat\\u005ftemplate":"{{ x }}","priority":1,"chat_template":"{{ y }}"}'
