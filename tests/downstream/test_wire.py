@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from gateway.core.errors import BodyTooLarge, InvalidRequest
 from gateway.core.request import Endpoint, Prompt, Turn
 from gateway.downstream import wire
-from gateway.downstream.long_texts import TEXT_BYTES_MAX
+from gateway.downstream.long_texts import LONG_BYTES, TEXT_BYTES_MAX
 from gateway.downstream.reading import Received
-from gateway.downstream.wire import WireRequest, WireRules
+from gateway.downstream.wire import WireRequest, WireRules, chat_prompt
 from gateway.downstream.wire.chat_decoding import CHAT
 from gateway.downstream.wire.chat_prompt import SOFT_TOKENS_MAX
 from gateway.downstream.wire.parsing import ordinary_request
@@ -104,6 +104,7 @@ def test_what_routing_needs(fields: dict[str, Any], attribute: str, value: objec
             id="audio",
         ),
         pytest.param([{"type": "refusal", "refusal": "no"}], Turn("user", ("no",)), id="refusal"),
+        pytest.param([{"type": "text", "text": "a", "uuid": None}], Turn("user", ("a",)), id="no-uuid"),
         pytest.param([{"type": "thinking", "thinking": "hm"}], Turn("user", ("hm",)), id="thinking"),
         pytest.param(
             [{"type": "text", "text": "x", "audio_url": {"url": PIXEL}}],
@@ -130,12 +131,14 @@ def test_a_thought_in_history_counts_where_a_tool_call_came_of_it(name: str) -> 
     history = [
         {"role": "assistant", "content": "a", name: "hm", "tool_calls": calls},
         {"role": "assistant", "content": "b", name: "dropped"},
+        {"role": "assistant", "content": ["c"], name: "dropped"},
     ]
 
-    with_call, without = chat(messages=history).request.prompt.turns
+    with_call, without, nor_with_parts = chat(messages=history).request.prompt.turns
 
     assert with_call.texts == ("a", "hm")
     assert without.texts == ("b",)
+    assert nor_with_parts.texts == ("c",)
 
 
 def test_a_requests_own_image_budget_is_honoured() -> None:
@@ -205,6 +208,18 @@ def test_tools_that_were_read_before_are_checked_against_the_rules_of_today() ->
     with pytest.raises(InvalidRequest) as caught:
         read(Endpoint.CHAT, asked, replace(RULES, tools_max=2))
     assert caught.value.code == "too_many_items"
+
+
+def test_long_tools_are_not_remembered() -> None:
+    def asked_twice(name: str) -> None:
+        for _ in range(2):
+            assert chat(tools=[{"type": "function", "function": {"name": name}}]).request.tools == 1
+
+    before = chat_prompt._read_tools.cache_info()
+    asked_twice("f" * LONG_BYTES)
+    assert chat_prompt._read_tools.cache_info() == before
+    asked_twice("f")
+    assert chat_prompt._read_tools.cache_info().hits > before.hits
 
 
 TURN: dict[str, object] = {"role": "user", "content": "x"}
@@ -1099,6 +1114,13 @@ def test_an_image_makes_another_message() -> None:
     assert len({keys(one)[0] for one in asked}) == 3
 
 
+def test_so_does_a_recording() -> None:
+    def recording(data: str) -> dict[str, Any]:
+        return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+
+    assert keys(message([recording("AAAA")])) != keys(message([recording("BBBB")]))
+
+
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_thoughts_are_in_the_prompt_until_the_user_says_something_else(name: str) -> None:
     def told(thought: str) -> list[Any]:
@@ -1115,6 +1137,20 @@ def test_thoughts_are_in_the_prompt_until_the_user_says_something_else(name: str
 
     kept = {"chat_template_kwargs": {"preserve_thinking": True}}
     assert keys([*told("x"), *after], **kept)[:4] == keys(told("x"), **kept)
+
+
+def test_thoughts_are_in_the_prompt_where_no_user_has_said_anything() -> None:
+    def told(thought: str) -> list[Any]:
+        return [{"role": "assistant", "content": None, "tool_calls": [tool("f")], "reasoning": thought}]
+
+    assert keys(told("x")) != keys(told("y"))
+
+
+def test_a_text_beside_a_thought_without_calls_is_in_the_prompt() -> None:
+    def told(text: str) -> list[Any]:
+        return [{"role": "assistant", "content": [text], "reasoning": "x"}, *message("d")]
+
+    assert keys(told("a")) != keys(told("b"))
 
 
 def test_other_conversations_share_nothing() -> None:
