@@ -430,6 +430,8 @@ def test_an_empty_body_is_called_empty() -> None:
         pytest.param({"type": "input_image", "image_url": "HTTP://10.0.0.1/"}, id="upper-case"),
         pytest.param({"type": "image_url", "image_url": {"url": ["http://10.0.0.1/"]}}, id="a-list"),
         pytest.param({"type": "image_url", "image_url": {"uri": "http://10.0.0.1/"}}, id="another-key"),
+        pytest.param({"type": "image_url", "image_url": ""}, id="empty"),
+        pytest.param({"type": "audio_url", "audio_url": {}}, id="nothing"),
     ],
 )
 def test_no_spelling_makes_a_backend_fetch_an_address(part: dict[str, Any]) -> None:
@@ -685,9 +687,10 @@ def test_the_usage_event_is_asked_for(
         (["1"] * 300_000, "too_many_items"),
         ([[1], ["1"] * 120_000], "too_many_items"),
         ([[1]] * 150_000, "too_many_choices"),
+        ([[1]] * 5 + ["x"], "too_many_choices"),
         ([[1], 2], "invalid_request"),
     ],
-    ids=["fractions", "texts", "texts-for-ids", "lists", "a-list-and-an-id"],
+    ids=["fractions", "texts", "texts-for-ids", "lists", "lists-unread", "a-list-and-an-id"],
 )
 def test_a_prompt_of_many_values_is_not_decoded_at_once(prompt: object, code: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -818,6 +821,25 @@ def test_a_prompt_of_ids_is_bounded_before_it_is_decoded() -> None:
         read(Endpoint.COMPLETIONS, ids, RULES)
 
     assert caught.value.code == "too_many_items"
+
+
+@pytest.mark.parametrize("prompt", [b"[1,2,3]", b"[[1],[2,3]]", b"[[1, 2], [3]]"])
+def test_a_prompt_has_as_many_ids_as_the_rules_say_and_no_more(prompt: bytes) -> None:
+    def ask(written: bytes) -> None:
+        rules = replace(RULES, token_ids_max=3)
+        read(Endpoint.COMPLETIONS, b'{"model":"m","prompt":%b}' % written, rules)
+
+    ask(prompt)
+    with pytest.raises(InvalidRequest) as caught:
+        ask(prompt.replace(b"3", b"3,4"))
+    assert caught.value.code == "too_many_items"
+
+
+@pytest.mark.parametrize("space", [b" ", b"\n  ", b"\t" * 60])
+def test_lists_of_ids_may_stand_apart(space: bytes) -> None:
+    raw = b'{"model":"m","prompt":[%b[1, 2],%b[3] ]}' % (space, space)
+
+    assert read(Endpoint.COMPLETIONS, raw, RULES).request.prompt == Prompt(raw_tokens=2)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def prompt_of_completion(fields: Fields, rules: WireRules) -> tuple[Prompt, int]
     raw = fields.raw("prompt")
     if raw is not None and bytes(memoryview(raw)[:1]) == b"[":
         written = bytes(raw)
-        if occurrences(b",", written, rules.token_ids_max) > rules.token_ids_max:
+        if occurrences(b",", written, rules.token_ids_max) >= rules.token_ids_max:
             message = f"`prompt` has more than {rules.token_ids_max} items."
             raise InvalidRequest(message, code="too_many_items", param="prompt")
         tokens = _token_ids(written)
