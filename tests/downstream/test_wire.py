@@ -17,7 +17,7 @@ from gateway.downstream.reading import Received
 from gateway.downstream.wire import WireRequest, WireRules, chat_prompt
 from gateway.downstream.wire.chat_decoding import CHAT
 from gateway.downstream.wire.chat_prompt import SOFT_TOKENS_MAX
-from gateway.downstream.wire.parsing import ordinary_request
+from gateway.downstream.wire.parsing import MODEL_CHARS_MAX, ordinary_request
 from gateway.ports import Arrival
 
 RULES = WireRules(choices_max=4, drop_fields=frozenset({"priority", "chat_template"}))
@@ -190,7 +190,7 @@ def test_completions_in_all_their_forms(prompt: object, expected: Prompt, seqs: 
     request = read(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": prompt}).encode(), rules).request
 
     assert request.prompt == expected
-    assert (request.seqs, request.choices) == (seqs, seqs)
+    assert (request.seqs, request.choices, request.prompts) == (seqs, seqs, seqs)
 
 
 @pytest.mark.parametrize("content", [None, "", []])
@@ -410,6 +410,11 @@ def test_a_bad_body_says_what_is_wrong_with_it(raw: bytes, code: str, param: str
     assert (caught.value.code, caught.value.param) == (code, param)
 
 
+@pytest.mark.parametrize("fields", [{}, {"n": 1}], ids=["ordinary", "any-other"])
+def test_the_name_of_a_model_may_be_long(fields: dict[str, Any]) -> None:
+    assert chat(model="x" * MODEL_CHARS_MAX, **fields).request.model == "x" * MODEL_CHARS_MAX
+
+
 def test_an_empty_body_is_called_empty() -> None:
     with pytest.raises(InvalidRequest, match=r"not valid JSON: it is empty\.$"):
         read(Endpoint.CHAT, b" \n", RULES)
@@ -578,6 +583,13 @@ def test_members_are_read_one_by_one() -> None:
     assert incoming.member("tool_choice") == "required"
     assert incoming.member("stop") is None
     assert incoming.member("tools") is None
+
+
+def test_a_member_that_cannot_be_decoded_is_left_to_the_backend_to_refuse() -> None:
+    incoming = read(Endpoint.CHAT, body(stop="HERE", seed=1).replace(b"HERE", b"\xff"), RULES)
+
+    assert incoming.member("stop") is None
+    assert b'"stop":"\xff"' in incoming.body_for("s")
 
 
 def test_a_duplicate_member_means_the_same_here_and_there() -> None:
@@ -865,6 +877,12 @@ def test_what_other_servers_take_is_taken(raw: bytes) -> None:
     assert read(Endpoint.CHAT, raw, RULES).request.prompt.turns
 
 
+def test_half_an_emoji_beside_a_prompt_of_many_ids_is_taken() -> None:
+    raw = b'{"model":"m","user":"\\ud83d","prompt":[' + b"1," * 150_000 + b"1]}"
+
+    assert read(Endpoint.COMPLETIONS, raw, RULES).request.prompt == Prompt(raw_tokens=150_001)
+
+
 def test_scoring_a_prompt_asks_for_no_tokens_but_takes_one() -> None:
     raw = b'{"model":"m","prompt":"x","max_tokens":0,"echo":true}'
 
@@ -1125,6 +1143,13 @@ def test_a_message_is_the_same_whether_it_is_marked_to_be_cached_or_not() -> Non
 
     assert keys(message("a")) == keys(message([text])) == keys(message([marked]))
     assert keys(message([text, text])) == keys(message([text, marked]))
+
+
+def test_the_images_and_recordings_of_all_messages_count_together() -> None:
+    image, recording = {"image_url": PIXEL}, {"input_audio": {"data": "AAAA", "format": "wav"}}
+    request = chat(messages=[*message([image, recording]), *message([recording, recording, image])]).request
+
+    assert (request.images, request.audios) == (2, 3)
 
 
 def test_an_image_makes_another_message() -> None:
