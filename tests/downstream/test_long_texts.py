@@ -215,3 +215,13 @@ def test_a_long_body_travels_on_as_it_was_sent() -> None:
     sent = json.loads(read(messages).body_for("s"))
 
     assert sent == {"model": "s", "messages": messages}
+
+
+def test_a_chat_is_decoded_at_once_only_if_it_is_short() -> None:
+    def seen(messages: object) -> bool:
+        body = json.dumps({"model": "m", "messages": messages}).encode()
+        return wire.chat_of(wire.members_of(body)) is not None
+
+    assert seen([message(PROSE)] * 10)
+    assert not seen([message("x" * 2 * LONG_BYTES)])
+    assert not seen([message(PROSE)] * (SLICE_BYTES // len(PROSE)))

@@ -62,6 +62,8 @@ def test_a_plain_chat() -> None:
     [
         ({"stream": True}, "stream", True),
         ({"stream": None}, "stream", False),
+        ({"stream": False, "n": 1.0}, "stream", False),  # the float: read member by member
+        ({"stream": True, "n": 1.0}, "stream", True),
         ({"max_tokens": 7}, "max_tokens", 7),
         ({"max_completion_tokens": 9, "max_tokens": 7}, "max_tokens", 9),
         ({"max_tokens": None}, "max_tokens", None),
