@@ -207,6 +207,7 @@ def test_tools_that_were_read_before_are_checked_against_the_rules_of_today() ->
 
     assert read(Endpoint.CHAT, asked, RULES).request.tools == 3
     assert read(Endpoint.CHAT, asked, RULES).request.prompt.tools_json.count('"f"') == 3
+    assert read(Endpoint.CHAT, asked, RULES).request.prompt.tools_texts == 6  # their types and names
     with pytest.raises(InvalidRequest) as caught:
         read(Endpoint.CHAT, asked, replace(RULES, tools_max=2))
     assert caught.value.code == "too_many_items"
