@@ -137,6 +137,9 @@ def test_what_is_recognized_is_one_whole_request_for_the_parser_too(
         pytest.param(
             b"Content-Length: 2\r\nA: b\r\n c", [(b"content-length", b"2"), (b"a", b"b")], id="a-line-unread"
         ),
+        pytest.param(
+            b"Content-Length: 2\r\nA: b", [(b"content-length", b"2"), (b"a", b"c")], id="another-value"
+        ),
         pytest.param(b"A: b", [(b"a", b"b")], id="no-length"),
         pytest.param(b"Content-Length: 2\nA: b", [(b"content-length", b"2"), (b"a", b"b")], id="bare-feed"),
         pytest.param(
@@ -162,6 +165,15 @@ def test_another_request_line_is_not_learned() -> None:
     data = b"POST /v1/chat/completions?a HTTP/1.1\r\nContent-Length: 0\r\n\r\n"
 
     assert HeadTemplate.learned(data, LINE, [(b"content-length", b"0")], HEAD) is None
+
+
+def test_a_head_that_ends_in_its_length_is_no_request_of_that_length() -> None:
+    begun = LINE + b"\r\nA: %b\r\nContent-Length: "
+    begun %= b"a" * (99 - len(begun % b""))
+    template = learned(begun + b"2\r\n\r\n{}")
+    assert template is not None
+
+    assert template.body_of(begun + b"100\r") is None
 
 
 # ---------------------------------------------------------------- on a connection

@@ -107,6 +107,7 @@ def test_what_routing_needs(fields: dict[str, Any], attribute: str, value: objec
         ),
         pytest.param([{"type": "refusal", "refusal": "no"}], Turn("user", ("no",)), id="refusal"),
         pytest.param([{"type": "text", "text": "a", "uuid": None}], Turn("user", ("a",)), id="no-uuid"),
+        pytest.param([{"type": "text", "text": "a", "image_url": None}], Turn("user", ("a",)), id="no-image"),
         pytest.param([{"type": "thinking", "thinking": "hm"}], Turn("user", ("hm",)), id="thinking"),
         pytest.param(
             [{"type": "text", "text": "x", "audio_url": {"url": PIXEL}}],
@@ -141,6 +142,19 @@ def test_a_thought_in_history_counts_where_a_tool_call_came_of_it(name: str) -> 
     assert with_call.texts == ("a", "hm")
     assert without.texts == ("b",)
     assert nor_with_parts.texts == ("c",)
+
+
+def test_the_name_of_a_called_function_that_is_no_text_is_counted_as_one() -> None:
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": 5, "arguments": "{}"}}]}
+
+    assert chat(messages=[called]).request.prompt.turns[0].tool_calls == (("5", "{}"),)
+
+
+@pytest.mark.parametrize("thought", [5, ["hm"], {"text": "hm"}, True, None])
+def test_a_thought_that_is_no_text_is_none(thought: object) -> None:
+    called = {"role": "assistant", "content": "a", "tool_calls": [{}], "reasoning": thought}
+
+    assert chat(messages=[called]).request.prompt.turns[0].texts == ("a",)
 
 
 def test_a_requests_own_image_budget_is_honoured() -> None:
@@ -418,6 +432,13 @@ def test_the_name_of_a_model_may_be_long(fields: dict[str, Any]) -> None:
     assert chat(model="x" * MODEL_CHARS_MAX, **fields).request.model == "x" * MODEL_CHARS_MAX
 
 
+def test_a_type_of_parts_that_is_not_supported_is_named_in_short() -> None:
+    with pytest.raises(InvalidRequest, match=r"type 'x+' are") as caught:
+        chat(messages=message([{"type": "x" * 1_000}]))
+
+    assert len(caught.value.message) < 100
+
+
 def test_an_empty_body_is_called_empty() -> None:
     with pytest.raises(InvalidRequest, match=r"not valid JSON: it is empty\.$"):
         read(Endpoint.CHAT, b" \n", RULES)
@@ -438,6 +459,10 @@ def test_an_empty_body_is_called_empty() -> None:
         pytest.param({"type": "input_image", "image_url": "HTTP://10.0.0.1/"}, id="upper-case"),
         pytest.param({"type": "image_url", "image_url": {"url": ["http://10.0.0.1/"]}}, id="a-list"),
         pytest.param({"type": "image_url", "image_url": {"uri": "http://10.0.0.1/"}}, id="another-key"),
+        pytest.param({"type": "image_url", "image_url": "http://10.0.0.1/?data:,"}, id="data-behind"),
+        pytest.param(
+            {"type": "image_url", "image_url": "data:,", "video_url": "data:,"}, id="a-video-beside"
+        ),
         pytest.param({"type": "image_url", "image_url": ""}, id="empty"),
         pytest.param({"type": "audio_url", "audio_url": {}}, id="nothing"),
     ],
@@ -1113,6 +1138,12 @@ def test_a_conversation_with_something_else_before_its_messages_is_another(field
         assert set(keys(SYSTEM_AND_USER, **fields)).isdisjoint(keys(SYSTEM_AND_USER, **other))
 
 
+def test_a_conversation_in_which_the_model_thinks_is_another_with_the_same_tools() -> None:
+    thinking = keys(SYSTEM_AND_USER, tools=[tool("f")], reasoning_effort="low")
+
+    assert set(thinking).isdisjoint(keys(SYSTEM_AND_USER, tools=[tool("f")]))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -1138,6 +1169,37 @@ def test_tools_count_with_the_system_prompt_or_alone_where_there_is_none() -> No
     assert alone == again
     assert alone[1] > 0.9
     assert question[0] != other[0]
+
+
+def test_the_first_line_of_a_developer_stands_behind_the_tools_like_that_of_a_system() -> None:
+    first = [[{"role": role, "content": "s"}, *message("a")] for role in ("system", "developer", "user")]
+
+    assert [len(keys(one, tools=[tool("f")])) for one in first] == [2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param({"content": "x" * 900}, id="text"),
+        pytest.param({"content": ["x" * 900]}, id="part"),
+        pytest.param({"tool_calls": [{"function": {"name": "f", "arguments": "x" * 900}}]}, id="call"),
+        pytest.param({"content": [{"image_url": f"data:,{'x' * 900}"}]}, id="image"),
+    ],
+)
+def test_whatever_a_message_has_counts_for_its_share(first: dict[str, Any]) -> None:
+    messages = [{"role": "assistant", **first}, *message("a")]
+
+    (_, share), _ = chat(messages=messages, n=1).request.prefixes
+
+    assert 0.9 < share < 1
+
+
+def test_another_call_of_a_tool_makes_another_message() -> None:
+    def called(name: str, arguments: str) -> list[Any]:
+        return [{"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}]
+
+    asked = [called("f", "{}"), called("g", "{}"), called("f", "[]")]
+    assert len({keys(one)[0] for one in asked}) == 3
 
 
 def test_a_message_is_the_same_whether_it_is_marked_to_be_cached_or_not() -> None:

@@ -12,7 +12,7 @@ from gateway.downstream.wire.members import check_length, mapping_of
 from gateway.downstream.wire.rules import WireRules
 
 _TEXTS = ("text", "refusal", "thinking")
-_MEDIA = ("image_url", "audio_url", "video_url")
+_MEDIA = ("image_url", "audio_url")
 _PARTS = frozenset(
     {
         "",
