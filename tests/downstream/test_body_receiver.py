@@ -230,6 +230,9 @@ def test_a_body_is_handed_over_without_a_copy() -> None:
     del view
     one.end()
 
+    file = one._file
+    body = one.body()
     assert got == [(3, False), (2, True)]
-    assert one.body() == b"abcdefghij"
-    assert one.body() is one.body()
+    assert body == b"abcdefghij"
+    assert file.getvalue() is body
+    assert one.body() == b""  # it is not kept here
