@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+import anyio
 import pytest
 
-from gateway.core.errors import BodyEncoded, BodyTooLarge, OutOfResources
+from gateway.core.errors import BodyEncoded, BodyTooLarge, Draining, OutOfResources
 from gateway.downstream.relay import (
     KEY_SHARE,
     BodyLimits,
@@ -15,7 +16,9 @@ from gateway.downstream.relay import (
     announced_bytes,
     check_encoding,
     read_body,
+    run_for_caller,
 )
+from gateway.pipeline import CallerStalled
 
 MOST = 1_000
 SHARE = int(MOST * KEY_SHARE)
@@ -148,3 +151,28 @@ async def test_one_for_which_there_is_no_room_beside_others_leaves_nothing() -> 
 async def test_who_leaves_in_its_body_is_gone() -> None:
     with pytest.raises(CallerGone):
         await body_of(Uploads(), b"0123", ends=False)
+
+
+# ---------------------------------------------------------------- work for a caller
+
+
+async def run_until(raised: type[Exception]) -> None:
+    """Run work that raises `raised`, for a caller that stays."""
+
+    async def work() -> None:
+        raise raised()
+
+    async def receive() -> Any:
+        await anyio.sleep_forever()
+
+    await run_for_caller(work, receive)
+
+
+@pytest.mark.parametrize("raised", [Draining, CallerStalled], ids=["error", "stalled"])
+async def test_what_work_for_a_caller_raises_is_raised_as_it_is(raised: type[Exception]) -> None:
+    with pytest.raises(raised):
+        await run_until(raised)
+
+
+async def test_a_socket_that_is_closed_ends_work_for_its_caller() -> None:
+    await run_until(OSError)
