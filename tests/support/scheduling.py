@@ -24,16 +24,19 @@ class OneHeavyAtATime(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
             return "browser"  # likewise, with a page
         return "heavy" if HEAVY.match(nodeid) else nodeid
 
-    def remove_node(self, node: WorkerController) -> str | None:
-        """Take its tests from a process that ended; return the one that it died in, if any, to run again.
+    def mark_test_complete(self, node: WorkerController, item_index: int, duration: float = 0) -> None:
+        """Note that a test has run, and forget its unit with the unit's last one.
 
-        xdist would give out again all that it has done, too, as tests of which no result ever comes: the run
-        would not end.
+        xdist keeps all that a process has done: with each test it counts it again, which takes seconds of ten
+        thousand tests. Where the process dies it gives it out again, too, as tests of which no result ever
+        comes: the run would not end. A test that is tried again is complete more than once.
         """
         units = self.assigned_work[node]
-        self.assigned_work[node] = {name: unit for name, unit in units.items() if not all(unit.values())}
-        died_in: str | None = super().remove_node(node)
-        return died_in
+        scope = self._split_scope(self.registered_collections[node][item_index])
+        if scope in units:
+            super().mark_test_complete(node, item_index, duration)
+            if all(units[scope].values()):
+                del units[scope]
 
     def _reschedule(self, node: WorkerController) -> None:
         """Give a process what it needs to go on: a test beside its last one, or word that none comes.
