@@ -48,6 +48,7 @@ from gateway.threads import INLINE_BYTES, decoded
 
 log = logging.getLogger("gateway.jobs")
 
+_CUT = "input_file_lost"
 RELEASE_S = 5.0
 """How long a stopped runner may take to release its batches. A choice: one command of the store
 (`store.batches.COMMAND_S`)."""
@@ -211,6 +212,8 @@ class BatchRunner:
                 is_moving = await self._submit_some(snapshot, lines) or is_moving
             if lines.is_over and not is_moving and not snapshot.running:
                 new = _end_of(snapshot)
+                if new is BatchStatus.FINALIZING and await self._fail_if_cut(claim):
+                    return
                 if await self._move(claim, snapshot.status, new) and new.is_final:
                     return
             elif not is_moving:
@@ -238,9 +241,12 @@ class BatchRunner:
             await anyio.to_thread.run_sync(read, raws, limiter=self._validating)
             if not piece:
                 break
+        errors: Sequence[BatchLineError] = reader.errors
         if not reader.is_over:
             reader.end()
-        errors = reader.errors
+            file = await self._files.get(claim.batch.input_file_id)
+            if file is not None and offset < file.size_bytes:
+                errors = [_cut("None of its requests was run.")]
         new = BatchStatus.FAILED if errors else BatchStatus.IN_PROGRESS
         log.info(
             "batch %s: %d requests, %d errors",
@@ -255,6 +261,17 @@ class BatchRunner:
             await self._move(claim, BatchStatus.CANCELLING, BatchStatus.CANCELLED)
         return moved and not errors
 
+    async def _fail_if_cut(self, claim: BatchClaim) -> bool:
+        """End a batch as failed if it has had fewer lines than were validated. Return whether it is over."""
+        batch = await self._batches.get(claim.batch.id)
+        missing = 0 if batch is None else batch.total - batch.completed - batch.failed
+        if batch is None or missing <= 0:
+            return False
+        errors = [_cut(f"{missing} of {batch.total} requests were not run.")]
+        return await self._move(
+            claim, BatchStatus.IN_PROGRESS, BatchStatus.FAILED, total=batch.total, errors=errors
+        )
+
     async def _move(
         self,
         claim: BatchClaim,
@@ -266,6 +283,12 @@ class BatchRunner:
     ) -> bool:
         """Change a batch's status from `old` to `new`, and log its end; see `ports.BatchStore.move`."""
         moved = await self._batches.move(claim, old, new, total=total, errors=errors)
+        if moved and any(error.code == _CUT for error in errors):
+            log.error(
+                "batch %s: the store has lost a part of its input file",
+                claim.batch.id,
+                extra=about("batch_input_lost", id=claim.batch.id, file=claim.batch.input_file_id),
+            )
         if moved and new.is_final:
             log.info(
                 "batch %s: %s",
@@ -423,6 +446,11 @@ def _end_of(snapshot: BatchSnapshot) -> BatchStatus:
     if snapshot.status is BatchStatus.CANCELLING:
         return BatchStatus.CANCELLED
     return BatchStatus.EXPIRED if snapshot.is_due else BatchStatus.FINALIZING
+
+
+def _cut(consequence: str) -> BatchLineError:
+    """Return the error of an input file of which the store has lost a part."""
+    return BatchLineError(_CUT, f"The store has lost a part of the input file. {consequence}")
 
 
 def _refused(batch: Batch, line: BatchLine, error: CallerError) -> bytes:

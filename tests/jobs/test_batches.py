@@ -616,6 +616,63 @@ async def test_a_file_without_requests_fails(
     assert [error.code for error in batch.errors] == ["empty_file"]
 
 
+# ------------------------------------------------------------------ a store that evicts
+
+
+LOSS = {"event": "batch_input_lost", "id": "batch_1", "file": "file-batch_1"}
+
+
+def said_of_losses(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [vars(record)["fields"] for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_batch_of_whose_file_the_rest_is_lost_fails_with_what_it_has(
+    world: BatchWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_full = anyio.Event()
+
+    async def read(batch: Batch, line: BatchLine) -> NewJob:
+        if line.number > RULES.queued_max:  # which finds no room
+            is_full.set()
+        return await read_line(batch, line)
+
+    await make(world, jsonl(40))
+    async with running(world, read):
+        await is_full.wait()
+    await world.redis.delete(world.key("piece", "file-batch_1", "0"))
+    async with working(world), running(world):
+        batch = await ended(world)
+
+    assert (batch.status, batch.total, batch.completed, batch.failed) == (BatchStatus.FAILED, 40, 8, 0)
+    assert [(error.line, error.code, error.message) for error in batch.errors] == [
+        (
+            None,
+            "input_file_lost",
+            "The store has lost a part of the input file. 32 of 40 requests were not run.",
+        )
+    ]
+    assert names(await world.lines(batch.output_file_id)) == wanted(8)
+    assert await world.open().take() is None
+    assert said_of_losses(caplog) == [LOSS]
+
+
+@pytest.mark.parametrize("piece", ["0", "1"])
+async def test_a_file_of_which_a_part_is_lost_is_not_taken_for_a_shorter_one(
+    world: BatchWorld, caplog: pytest.LogCaptureFixture, piece: str
+) -> None:
+    await make(world, jsonl(1100, pad="x" * 1000))
+    await world.redis.delete(world.key("piece", "file-batch_1", piece))
+    async with running(world):
+        batch = await ended(world)
+        await until(world, lambda _: bool(said_of_losses(caplog)))
+    assert (batch.status, batch.total) == (BatchStatus.FAILED, 0)
+    assert [(error.code, error.message) for error in batch.errors] == [
+        ("input_file_lost", "The store has lost a part of the input file. None of its requests was run.")
+    ]
+    assert await world.jobs.find() == []
+    assert said_of_losses(caplog) == [LOSS]
+
+
 # ------------------------------------------------------------------ given up
 
 
