@@ -36,13 +36,31 @@ MODELS = {
 }
 
 
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Site]:
+@asynccontextmanager
+async def explained(folder: Path, **sections: Any) -> AsyncIterator[Site]:
     simulators = simulated({"light": "h100-tp1-light", "push": "h100-tp2-push"})
     pools = {"light": ["light"], "push": ["push"]}
-    async with site(tmp_path, fleet=simulators, pools=pools, models=MODELS) as running:
+    async with site(folder, fleet=simulators, pools=pools, models=MODELS, **sections) as running:
         yield running
         await running.eventually(running.idle)
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Site]:
+    async with explained(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def standing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
+    """A gateway for all who only ask, and of whose answer nothing depends on who asked before."""
+    async with explained(tmp_path_factory.mktemp("standing"), health={"interval_s": 5}) as running:
+        yield running
 
 
 async def asked(fleet: Site, **question: Any) -> httpx.Response:
@@ -299,18 +317,20 @@ async def test_a_backend_that_has_gone_is_out(fleet: Site) -> None:
     assert found["decision"]["candidates"][0]["backend"] == "push"
 
 
-async def test_another_policy_is_tried_and_nothing_changes(fleet: Site) -> None:
-    before = fleet.gateway.policy
+async def test_another_policy_is_tried_and_nothing_changes(standing: Site) -> None:
+    before = standing.gateway.policy
     pools = {"light": ["light", "new"], "push": ["push"]}
-    backends = yaml.safe_load(fleet.gateway.settings.source)["backends"]
+    backends = yaml.safe_load(standing.gateway.settings.source)["backends"]
     backends["new"] = {"url": "http://127.0.0.1:9", "profile": "h100-tp1-light"}
-    found = (await asked(fleet, request=CHAT, config=config(fleet, pools=pools, backends=backends))).json()
+    found = (
+        await asked(standing, request=CHAT, config=config(standing, pools=pools, backends=backends))
+    ).json()
 
     assert candidate(found, "new")["excluded"] is None
     assert found["notes"] == ["Not in the running fleet, so assumed to be idle and healthy: new."]
     assert "backend new is new" in " ".join(found["changes"])
     assert found["policy"] != before.version
-    assert fleet.gateway.policy is before
+    assert standing.gateway.policy is before
 
 
 @pytest.mark.parametrize(
@@ -323,28 +343,28 @@ async def test_another_policy_is_tried_and_nothing_changes(fleet: Site) -> None:
     ],
 )
 async def test_a_past_request_is_of_the_same_class_again(
-    fleet: Site, headers: dict[str, str] | None, fields: dict[str, Any], name: str
+    standing: Site, headers: dict[str, str] | None, fields: dict[str, Any], name: str
 ) -> None:
-    request_id = await sent(fleet, headers, **fields)
-    found = (await asked(fleet, request_id=request_id)).json()
+    request_id = await sent(standing, headers, **fields)
+    found = (await asked(standing, request_id=request_id)).json()
 
     assert found["decision"]["traffic_class"] == name
-    (record,) = [one for one in fleet.gateway.journal.recent() if one.id == request_id]
+    (record,) = [one for one in standing.gateway.journal.recent() if one.id == request_id]
     assert record.decision is not None
     assert found["decision"]["demand"]["prompt_tokens"] == record.decision.demand.prompt_tokens
     assert found["decision"]["demand"]["total_tokens"] == record.decision.demand.total_tokens
 
 
-async def test_of_a_past_request_its_text_and_what_nobody_asked_for_are_not_kept(fleet: Site) -> None:
+async def test_of_a_past_request_its_text_and_what_nobody_asked_for_are_not_kept(standing: Site) -> None:
     headers = {"x-tier": SECRET_TEXT, "x-other": SECRET_TEXT}
-    request_id = await sent(fleet, headers, messages=[{"role": "user", "content": SECRET_TEXT}])
-    async with clients.http(base_url=fleet.admin_url) as http:
+    request_id = await sent(standing, headers, messages=[{"role": "user", "content": SECRET_TEXT}])
+    async with clients.http(base_url=standing.admin_url) as http:
         kept = (await http.get(f"/admin/request/{request_id}")).text
     models = {
         "gemma-4": {"classes": [{"class": "all", "when": {"header": {"x-other": True}}, "pools": ["push"]}]}
     }
     models["gemma-4"]["classes"].append({"class": "rest", "pools": ["light"]})
-    found = (await asked(fleet, request_id=request_id, config=config(fleet, models=models))).json()
+    found = (await asked(standing, request_id=request_id, config=config(standing, models=models))).json()
 
     assert json.loads(kept)["asked"]["headers"] == {"x-tier": True}  # it had one, of another value
     assert SECRET_TEXT not in kept
@@ -352,9 +372,12 @@ async def test_of_a_past_request_its_text_and_what_nobody_asked_for_are_not_kept
     assert "Headers that the policy in force has no conditions on are not kept: x-other." in found["notes"]
 
 
-async def test_a_response_is_explained_as_its_chat(fleet: Site) -> None:
+async def test_a_response_is_explained_as_its_chat(standing: Site) -> None:
     response = {"model": "gemma-4", "input": "Why is the sky blue?", "previous_response_id": "resp_1"}
-    found, chat = (await asked(fleet, request=response)).json(), (await asked(fleet, request=CHAT)).json()
+    found, chat = (
+        (await asked(standing, request=response)).json(),
+        (await asked(standing, request=CHAT)).json(),
+    )
 
     assert found["decision"] == chat["decision"]
     (note,) = found["notes"]
@@ -363,20 +386,20 @@ async def test_a_response_is_explained_as_its_chat(fleet: Site) -> None:
 
 @pytest.mark.parametrize("live", [True, False])
 async def test_a_body_with_a_prompt_is_explained_as_a_completion(
-    fleet: Site, tmp_path: Path, live: bool
+    standing: Site, tmp_path: Path, live: bool
 ) -> None:
     ids = 150_000  # more values than any other endpoint takes
     body = json.dumps({"model": "gemma-4", "prompt": list(range(ids)), "max_tokens": 5})
-    (tmp_path / "gateway.yaml").write_text(config(fleet), "utf-8")
-    where = ["--live", fleet.admin_url] if live else ["--config", str(tmp_path / "gateway.yaml")]
+    (tmp_path / "gateway.yaml").write_text(config(standing), "utf-8")
+    where = ["--live", standing.admin_url] if live else ["--config", str(tmp_path / "gateway.yaml")]
     said = await run("explain", *where, "--json", "-", stdin=body)
 
     assert said.exit_code == 0, said.output
     assert json.loads(said.stdout)["decision"]["estimate"]["tokens"] >= ids
 
 
-async def test_what_would_be_refused_is_an_answer(fleet: Site) -> None:
-    found = await asked(fleet, request={**CHAT, "model": "gpt-5"})
+async def test_what_would_be_refused_is_an_answer(standing: Site) -> None:
+    found = await asked(standing, request={**CHAT, "model": "gpt-5"})
     assert found.status_code == 200
     assert found.json()["refused"] == {
         "status": 404,
@@ -398,9 +421,9 @@ async def test_what_would_be_refused_is_an_answer(fleet: Site) -> None:
     ],
 )
 async def test_a_question_that_makes_no_sense_is_answered_so(
-    fleet: Site, question: dict[str, Any], status: int, says: str
+    standing: Site, question: dict[str, Any], status: int, says: str
 ) -> None:
-    found = await asked(fleet, **question)
+    found = await asked(standing, **question)
     assert found.status_code == status
     assert says in found.json()["error"]["message"]
 
@@ -450,25 +473,25 @@ async def test_the_command_tries_a_file_only_where_it_is_named(fleet: Site, tmp_
     assert "goes to light (pool light)" in unnamed.output
 
 
-async def test_names_and_lists_are_no_markup(fleet: Site, tmp_path: Path) -> None:
+async def test_names_and_lists_are_no_markup(standing: Site, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     classes = [
         {"class": "gold", "when": {"header": {"x-tier": "[/x] gold"}}, "pools": ["light"]},
         {"class": "short_chat", "pools": ["push", "light"]},
     ]
     models = {"gemma-4": {"aliases": ["/models/gemma-4"], "classes": classes}}
-    other.write_text(config(fleet, models=models))
-    found = await run("explain", "--live", fleet.admin_url, "--config", str(other), "-")
+    other.write_text(config(standing, models=models))
+    found = await run("explain", "--live", standing.admin_url, "--config", str(other), "-")
 
     assert found.exit_code == 0, found.output
     assert "[/x] gold" in found.output
     assert "[light, push] -> [push, light]" in found.output.replace("\n", " ")
 
 
-async def test_errors_in_a_tried_file_name_that_file(fleet: Site, tmp_path: Path) -> None:
+async def test_errors_in_a_tried_file_name_that_file(standing: Site, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
-    other.write_text(config(fleet).replace("pools:", "pool:"))
-    found = await run("explain", "--live", fleet.admin_url, "--config", str(other), "-")
+    other.write_text(config(standing).replace("pools:", "pool:"))
+    found = await run("explain", "--live", standing.admin_url, "--config", str(other), "-")
 
     assert found.exit_code == 1
     assert f"/admin/explain: {other}:" in found.output
@@ -482,15 +505,15 @@ async def test_errors_in_a_tried_file_name_that_file(fleet: Site, tmp_path: Path
         (json.dumps({**CHAT, "model": "gpt-5"}), "the gateway would answer 404 model_not_found"),
     ],
 )
-async def test_the_command_says_what_would_be_refused(fleet: Site, stdin: str, says: str) -> None:
-    found = await run("explain", "--live", fleet.admin_url, "-", stdin=stdin)
+async def test_the_command_says_what_would_be_refused(standing: Site, stdin: str, says: str) -> None:
+    found = await run("explain", "--live", standing.admin_url, "-", stdin=stdin)
     assert found.exit_code == 1
     assert says in found.output
 
 
-async def test_the_command_says_when_nobody_answers(fleet: Site) -> None:
+async def test_the_command_says_when_nobody_answers(standing: Site) -> None:
     nobody = await run("explain", "--live", "http://127.0.0.1:9", "-")
-    another = await run("explain", "--live", fleet.url, "-")
+    another = await run("explain", "--live", standing.url, "-")
     assert (nobody.exit_code, another.exit_code) == (1, 1)
     assert "http://127.0.0.1:9/admin/explain: " in nobody.output
     assert "This is the port for applications" in another.output

@@ -248,8 +248,7 @@ exec sleep 100
 """
 
 
-@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT], ids=lambda stop: stop.name)
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize(("workers", "stop"), [("1", signal.SIGTERM), ("2", signal.SIGINT)])
 async def test_a_signal_ends_it_while_its_store_still_reads_what_it_keeps(
     tmp_path: Path, workers: str, stop: signal.Signals
 ) -> None:

@@ -128,10 +128,9 @@ async def test_a_marker_at_the_end_of_a_stream(tmp_path: Path, worked_around: bo
 async def test_a_thought_under_the_name_the_site_wants(tmp_path: Path, field: str, names: list[str]) -> None:
     async with fleet_with(tmp_path, answers={"reasoning_field": field}) as fleet:
         client = fleet.openai()
-        whole = await client.chat.completions.create(model="gemma-4", messages=ASK, reasoning_effort="low")
-        stream = await client.chat.completions.create(
-            model="gemma-4", messages=ASK, reasoning_effort="low", stream=True
-        )
+        asked: Any = {"model": "gemma-4", "messages": ASK, "reasoning_effort": "low", "max_tokens": 60}
+        whole = await client.chat.completions.create(**asked)
+        stream = await client.chat.completions.create(**asked, stream=True)
         deltas = [chunk.choices[0].delta.model_extra or {} async for chunk in stream]
 
     message = whole.choices[0].message.model_extra or {}

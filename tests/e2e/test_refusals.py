@@ -38,13 +38,13 @@ async def test_who_comes_to_engines_that_are_full_below_their_knee_waits_for_the
     pools = {"light": names}
     outcomes = Counter[str]()
     async with site(tmp_path, fleet=engines, pools=pools, models=MODELS) as gateway:
+        client = gateway.openai()
 
         async def ask(number: int) -> None:
             messages: Any = [{"role": "user", "content": f"Count up to {number}, slowly."}]
-            client = gateway.openai()
             try:
                 answer: Any = await client.chat.completions.create(
-                    model="gemma-4", messages=messages, max_tokens=200, stream=stream
+                    model="gemma-4", messages=messages, max_tokens=60, stream=stream
                 )
                 if stream:
                     async for _ in answer:
@@ -121,11 +121,12 @@ async def test_who_comes_together_to_an_engine_that_refuses_all_is_told_so_befor
     engines = simulated({"light-0": "h100-tp1-light"}, max_num_queued_reqs=0)
     outcomes = Counter[str]()
     async with site(tmp_path, fleet=engines, pools={"light": ["light-0"]}, models=MODELS) as gateway:
+        client = gateway.openai()
 
         async def ask(number: int) -> None:
             messages: Any = [{"role": "user", "content": f"Count up to {number}."}]
             with pytest.raises(openai.APIStatusError) as raised:
-                await gateway.openai().chat.completions.create(model="gemma-4", messages=messages)
+                await client.chat.completions.create(model="gemma-4", messages=messages)
             outcomes[str(raised.value.code)] += 1
 
         async def shown() -> Any:

@@ -46,6 +46,20 @@ async def one(tmp_path: Path) -> AsyncIterator[Site]:
         await running.eventually(running.idle)
 
 
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def standing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
+    """A gateway for all who only ask, and of whose answer nothing depends on who asked before."""
+    folder, lasting = tmp_path_factory.mktemp("standing"), {**ONE_POOL, "health": {"interval_s": 5}}
+    async with site(folder, fleet=simulated({"light-0": "h100-tp1-light"}), **lasting) as running:
+        yield running
+        await running.eventually(running.idle)
+
+
 def digest(text: str) -> dict[str, Any]:
     return {"sha256": sha256(text.encode()).hexdigest()}
 
@@ -503,11 +517,11 @@ async def test_through_a_store_every_gateway_finds_it_and_losing_it_costs_no_ans
     ],
 )
 async def test_errors_arrive_as_the_sdks_own_exceptions(
-    fleet: Site, fields: dict[str, Any], kind: type[openai.APIStatusError], code: str, param: str
+    standing: Site, fields: dict[str, Any], kind: type[openai.APIStatusError], code: str, param: str
 ) -> None:
     for stream in (False, True):
         with pytest.raises(kind) as caught:
-            await fleet.openai().responses.create(
+            await standing.openai().responses.create(
                 **{"model": "gemma-4", "input": SKY, "stream": stream, **fields}
             )
 
@@ -530,9 +544,9 @@ async def test_errors_arrive_as_the_sdks_own_exceptions(
     ],
 )
 async def test_every_error_has_the_one_shape(
-    one: Site, method: str, path: str, body: bytes | None, status: int, code: str
+    standing: Site, method: str, path: str, body: bytes | None, status: int, code: str
 ) -> None:
-    async with one.http() as client:
+    async with standing.http() as client:
         answer = await client.request(method, path, content=body)
 
     assert answer.status_code == status
@@ -541,8 +555,8 @@ async def test_every_error_has_the_one_shape(
     assert answer.headers["x-request-id"]
 
 
-async def test_one_in_place_is_not_streamed_again(one: Site) -> None:
-    client = one.openai()
+async def test_one_in_place_is_not_streamed_again(standing: Site) -> None:
+    client = standing.openai()
     answer = await client.responses.create(model="gemma-4", input=SKY, max_output_tokens=3)
     with pytest.raises(openai.BadRequestError) as refused:
         await client.responses.retrieve(answer.id, stream=True)
@@ -553,29 +567,29 @@ async def test_one_in_place_is_not_streamed_again(one: Site) -> None:
 @pytest.mark.parametrize(
     "query", ["limit=0", "limit=101", "limit=x", f"limit={'9' * 5000}", "order=up", "after=msg_1"]
 )
-async def test_a_page_that_cannot_be_is_refused(one: Site, query: str) -> None:
-    answer = await one.openai().responses.create(model="gemma-4", input=SKY, max_output_tokens=3)
-    async with one.http() as client:
+async def test_a_page_that_cannot_be_is_refused(standing: Site, query: str) -> None:
+    answer = await standing.openai().responses.create(model="gemma-4", input=SKY, max_output_tokens=3)
+    async with standing.http() as client:
         page = await client.get(f"/v1/responses/{answer.id}/input_items?{query}")
 
     assert page.status_code == 400
     assert page.json()["error"]["param"] == query.partition("=")[0]
 
 
-async def test_odd_numbers_and_characters_reach_the_backend(one: Site) -> None:
+async def test_odd_numbers_and_characters_reach_the_backend(standing: Site) -> None:
     huge = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 10**40}}}
     fields = {
         "model": "gemma-4",
         "input": "half an emoji: \ud83d",
         "tools": [{**WEATHER, "parameters": huge}],
     }
-    async with one.http() as client:
+    async with standing.http() as client:
         answer = await client.post("/v1/responses", content=json.dumps(fields))
 
     assert answer.status_code == 200
     kept = answer.json()
     assert kept["tools"][0]["parameters"] == huge
-    async with one.http() as client:
+    async with standing.http() as client:
         assert (await client.get(f"/v1/responses/{kept['id']}")).json() == kept
 
 

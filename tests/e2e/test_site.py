@@ -46,6 +46,19 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Site]:
         await running.eventually(running.idle)
 
 
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def standing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
+    """A gateway for all who only ask, and of whose answer nothing depends on who asked before."""
+    async with site(tmp_path_factory.mktemp("standing"), health={"interval_s": 5}) as running:
+        yield running
+        await running.eventually(running.idle)
+
+
 def facts(headers: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(headers[name] for name in FACTS)
 
@@ -80,8 +93,8 @@ async def test_a_short_chat_goes_to_a_replica(fleet: Site) -> None:
     assert answer.id == "chatcmpl-" + raw.headers["x-request-id"]
 
 
-async def test_a_stream_arrives_in_pieces_under_the_public_name(fleet: Site) -> None:
-    stream = await fleet.openai().chat.completions.create(
+async def test_a_stream_arrives_in_pieces_under_the_public_name(standing: Site) -> None:
+    stream = await standing.openai().chat.completions.create(
         model="google/gemma-4-31B-it",
         messages=HELLO,
         max_tokens=1000,
@@ -98,8 +111,8 @@ async def test_a_stream_arrives_in_pieces_under_the_public_name(fleet: Site) -> 
     assert all(chunk.usage is None for chunk in chunks)  # nobody asked for it
 
 
-async def test_usage_comes_to_who_asks_for_it(fleet: Site) -> None:
-    stream = await fleet.openai().chat.completions.create(
+async def test_usage_comes_to_who_asks_for_it(standing: Site) -> None:
+    stream = await standing.openai().chat.completions.create(
         model="gemma-4", messages=HELLO, max_tokens=10, stream=True, stream_options={"include_usage": True}
     )
 
@@ -141,11 +154,11 @@ async def test_an_image_goes_where_images_are_taken(fleet: Site) -> None:
     assert abs(int(raw.headers["x-gateway-prompt-tokens"]) - usage.prompt_tokens) < 20
 
 
-async def test_a_tool_call_comes_back_whole(fleet: Site) -> None:
+async def test_a_tool_call_comes_back_whole(standing: Site) -> None:
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
     tools: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
     question: Any = [{"role": "user", "content": "Call get_weather for Paris."}]
-    answer: Any = await fleet.openai().chat.completions.create(
+    answer: Any = await standing.openai().chat.completions.create(
         model="gemma-4", messages=question, tools=tools, tool_choice="required"
     )
 
@@ -163,8 +176,8 @@ async def test_completions_work_too(fleet: Site) -> None:
     assert raw.parse().choices[0].text
 
 
-async def test_several_choices_all_finish(fleet: Site) -> None:
-    stream = await fleet.openai().chat.completions.create(
+async def test_several_choices_all_finish(standing: Site) -> None:
+    stream = await standing.openai().chat.completions.create(
         model="gemma-4", messages=HELLO, max_tokens=10, n=3, stream=True
     )
 
@@ -191,8 +204,8 @@ async def test_a_server_that_reports_a_shorter_window_is_taken_at_its_word(tmp_p
         assert shown["context_tokens"] == 32_768
 
 
-async def test_models_are_listed(fleet: Site) -> None:
-    client = fleet.openai()
+async def test_models_are_listed(standing: Site) -> None:
+    client = standing.openai()
 
     listed = {model.id: model.model_extra async for model in client.models.list()}
 
@@ -231,11 +244,11 @@ async def test_what_fits_nowhere_is_refused_before_any_backend_is_bothered(fleet
     ],
 )
 async def test_errors_arrive_as_the_sdks_own_exceptions(
-    fleet: Site, fields: dict[str, Any], kind: type[openai.APIStatusError], code: str
+    standing: Site, fields: dict[str, Any], kind: type[openai.APIStatusError], code: str
 ) -> None:
     for stream in (False, True):
         with pytest.raises(kind) as caught:
-            await fleet.openai().chat.completions.create(
+            await standing.openai().chat.completions.create(
                 **{"model": "gemma-4", "messages": HELLO, "stream": stream, **fields}
             )
 
@@ -261,9 +274,9 @@ async def test_errors_arrive_as_the_sdks_own_exceptions(
     ],
 )
 async def test_every_error_has_the_one_shape(
-    fleet: Site, method: str, path: str, status: int, code: str
+    standing: Site, method: str, path: str, status: int, code: str
 ) -> None:
-    async with fleet.http() as client:
+    async with standing.http() as client:
         answer = await client.request(method, path, content=b"{" if method == "POST" else None)
 
     assert answer.status_code == status
@@ -303,8 +316,8 @@ async def test_a_reasoning_alias_gets_reasoning(tmp_path: Path) -> None:
         assert [item.type for item in response.output] == ["reasoning"]
 
 
-async def test_a_chat_is_not_kept_without_jobs_and_that_is_said(fleet: Site) -> None:
-    client = fleet.openai()
+async def test_a_chat_is_not_kept_without_jobs_and_that_is_said(standing: Site) -> None:
+    client = standing.openai()
     chat = await client.chat.completions.create(model="gemma-4", messages=HELLO, max_tokens=3, store=True)
     with pytest.raises(openai.NotFoundError) as caught:
         await client.chat.completions.retrieve(chat.id)
@@ -313,8 +326,8 @@ async def test_a_chat_is_not_kept_without_jobs_and_that_is_said(fleet: Site) -> 
     assert "Only chat completions of jobs are kept" in caught.value.message
 
 
-async def test_who_wants_a_conversation_kept_is_told_what_to_do_instead(fleet: Site) -> None:
-    client = fleet.openai()
+async def test_who_wants_a_conversation_kept_is_told_what_to_do_instead(standing: Site) -> None:
+    client = standing.openai()
     for call in (client.conversations.create(), client.conversations.delete("conv_1")):
         with pytest.raises(openai.NotFoundError, match="`previous_response_id`") as caught:
             await call
@@ -322,8 +335,8 @@ async def test_who_wants_a_conversation_kept_is_told_what_to_do_instead(fleet: S
 
 
 @pytest.mark.parametrize("ending", ["", "/", "/v1/v1"])
-async def test_a_base_url_that_is_wrong_is_corrected(fleet: Site, ending: str) -> None:
-    client = fleet.openai(base_url=f"{fleet.url}{ending}")
+async def test_a_base_url_that_is_wrong_is_corrected(standing: Site, ending: str) -> None:
+    client = standing.openai(base_url=f"{standing.url}{ending}")
     for call in (
         client.chat.completions.create(model="gemma-4", messages=HELLO),
         client.responses.create(model="gemma-4", input="Why is the sky blue?"),
@@ -338,8 +351,8 @@ async def test_a_base_url_that_is_wrong_is_corrected(fleet: Site, ending: str) -
 @pytest.mark.parametrize(
     "ending", ["/v1/chat/completions", "/v1/chat/completions/", "/v1/responses", "/api/v1"]
 )
-async def test_a_base_url_that_is_a_route_is_corrected(fleet: Site, ending: str) -> None:
-    client = fleet.openai(base_url=f"{fleet.url}{ending}")
+async def test_a_base_url_that_is_a_route_is_corrected(standing: Site, ending: str) -> None:
+    client = standing.openai(base_url=f"{standing.url}{ending}")
     for call in (
         client.chat.completions.create(model="gemma-4", messages=HELLO),
         client.completions.create(model="gemma-4", prompt="Hello"),
@@ -351,9 +364,9 @@ async def test_a_base_url_that_is_a_route_is_corrected(fleet: Site, ending: str)
         assert "ends with /v1" in caught.value.message
 
 
-async def test_who_uses_the_client_for_azure_is_told_so(fleet: Site) -> None:
+async def test_who_uses_the_client_for_azure_is_told_so(standing: Site) -> None:
     client = openai.AsyncAzureOpenAI(
-        azure_endpoint=fleet.url, api_key="k", api_version="2024-10-21", max_retries=0
+        azure_endpoint=standing.url, api_key="k", api_version="2024-10-21", max_retries=0
     )
     async with client:
         with pytest.raises(openai.NotFoundError, match="not Azure's: use the SDK's `OpenAI`"):
@@ -361,29 +374,29 @@ async def test_who_uses_the_client_for_azure_is_told_so(fleet: Site) -> None:
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
-async def test_whoever_opens_the_base_url_is_told_where_to_go(fleet: Site, path: str) -> None:
-    async with fleet.http() as client:
-        answer = await client.get(f"{fleet.url}{path}")
+async def test_whoever_opens_the_base_url_is_told_where_to_go(standing: Site, path: str) -> None:
+    async with standing.http() as client:
+        answer = await client.get(f"{standing.url}{path}")
 
     assert answer.status_code == 404
     assert "GET /v1/models" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/files/file-1/content", "/v1/batches"])
-async def test_where_there_are_no_batches_their_paths_say_what_is_missing(fleet: Site, path: str) -> None:
-    async with fleet.http() as client:
+async def test_where_there_are_no_batches_their_paths_say_what_is_missing(standing: Site, path: str) -> None:
+    async with standing.http() as client:
         answer = await client.get(path)
 
     assert answer.status_code == 404
     assert "there are no `jobs` in its configuration" in answer.json()["error"]["message"]
 
 
-async def test_each_port_names_the_other_one(fleet: Site) -> None:
+async def test_each_port_names_the_other_one(standing: Site) -> None:
     """Two addresses in a configuration are easily mixed up, and "not found" would not say so."""
-    command = partial(CliRunner().invoke, main, ["jobs", "list", "--admin", fleet.url])
+    command = partial(CliRunner().invoke, main, ["jobs", "list", "--admin", standing.url])
     operator = await anyio.to_thread.run_sync(command)
     with pytest.raises(openai.NotFoundError) as application:
-        await fleet.openai(base_url=f"{fleet.admin_url}/v1").chat.completions.create(
+        await standing.openai(base_url=f"{standing.admin_url}/v1").chat.completions.create(
             model="gemma-4", messages=HELLO
         )
 
@@ -541,8 +554,9 @@ def pause(server: Simulator) -> None:
     server.doze(level=0)
 
 
-@pytest.mark.parametrize("halt", [hang, pause])
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("halt", "stream"), [(hang, False), (pause, True)], ids=["whole-hang", "stream-pause"]
+)
 async def test_a_backend_that_hangs_or_is_paused_is_noticed_and_left(
     tmp_path: Path, halt: Callable[[Simulator], None], *, stream: bool
 ) -> None:
@@ -841,8 +855,8 @@ async def test_who_waits_for_blocks_is_told_when_it_is_no_longer_known_who_has_t
     assert answers == [200]
 
 
-async def test_liveness_and_readiness(fleet: Site) -> None:
-    async with fleet.http() as client:
+async def test_liveness_and_readiness(standing: Site) -> None:
+    async with standing.http() as client:
         assert (await client.get("/livez")).text == "ok"
         ready = [await client.get(path) for path in ("/readyz", "/health")]
 
