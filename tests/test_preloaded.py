@@ -7,7 +7,7 @@ from pathlib import Path
 import anyio
 import pytest
 from support import preloaded
-from support.processes import lonely_config, running
+from support.processes import command, lonely_config, running
 
 pytestmark = [
     pytest.mark.anyio,
@@ -37,3 +37,12 @@ async def test_its_exit_status_and_words_are_the_command_s() -> None:
     async with running("serve", "--no-such-option") as process:
         assert await process.process.wait() == 2
         await process.wait_for("No such option")
+
+
+async def test_what_it_says_and_its_errors_are_told_apart() -> None:
+    good, bad = await command("--version"), await command("serve", "--no-such-option")
+
+    assert (good.status, good.err) == (0, "")
+    assert good.out
+    assert (bad.status, bad.out) == (2, "")
+    assert "No such option" in bad.err

@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 from support import clients
-from support.processes import COMMAND, Process, config, running, until
+from support.processes import COMMAND, Process, command, config, running, until
 from support.redis_server import RedisServer
 
 WITHIN_S = 60.0
@@ -211,27 +211,6 @@ async def test_a_worker_that_could_not_work_says_why(
 # ------------------------------------------------------------------ the command and the admin port
 
 
-@dataclass
-class Said:
-    """What a command has said, and its exit status."""
-
-    status: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-async def command(*arguments: str, **environ: str) -> Said:
-    """Run `gemma-gateway jobs ARGUMENTS` to its end."""
-    done = await anyio.run_process(
-        [*COMMAND, "jobs", *arguments], check=False, env={**os.environ, "NO_COLOR": "1", **environ}
-    )
-    return Said(done.returncode, done.stdout.decode(), done.stderr.decode())
-
-
 async def metric(admin: str, line: str) -> float | None:
     """Return the value of a line of metrics, or None where there is none."""
     async with clients.http(base_url=admin) as http:
@@ -252,18 +231,18 @@ async def test_a_drain_holds_until_it_is_undone_through_every_restart(
 ) -> None:
     async with world(tmp_path, store) as site:
         serving, first = await site.serve(), await site.worker()
-        drained = await command("drain", "--admin", serving.admin)
+        drained = await command("jobs", "drain", "--admin", serving.admin)
         job = await serving.openai.responses.create(**ASK, max_output_tokens=5)
         await until_metric(first.admin, "gateway_jobs_drained", 1)
         await first.process.wait_for("jobs are drained: workers take none")
         assert await first.process.end(signal.SIGTERM) == 0
         second = await site.worker()
         await second.process.wait_for("jobs are drained: workers take none")
-        listed = await command("list", GEMMA_GATEWAY_ADMIN=second.admin)
+        listed = await command("jobs", "list", GEMMA_GATEWAY_ADMIN=second.admin)
         view = (await second.get("/admin/jobs")).json()
         await until_metric(serving.admin, f'gateway_jobs{{lane="{LANE}",status="queued"}}', 1)
 
-        undone = await command("drain", "--undo", "--json", "--admin", second.admin)
+        undone = await command("jobs", "drain", "--undo", "--json", "--admin", second.admin)
 
         assert (drained.status, undone.status) == (0, 0)
         assert drained.out == "drained for 0 s: workers take no jobs\n"
@@ -287,12 +266,12 @@ async def test_jobs_are_looked_at_cancelled_and_tried_again(tmp_path: Path, stor
         await serving.until_answered(runs.id)
         waits = await serving.openai.responses.create(**ASK, max_output_tokens=5)
 
-        shown = await command("show", runs.id, *at)
+        shown = await command("jobs", "show", runs.id, *at)
         other_name = runs.id.replace("resp_", "chatcmpl-")
-        by_chat = await command("show", other_name, "--json", *at)
-        listed = await command("list", "--json", *at)
+        by_chat = await command("jobs", "show", other_name, "--json", *at)
+        listed = await command("jobs", "list", "--json", *at)
         queued = (await serving.get("/admin/jobs?status=queued&limit=5")).json()["jobs"]
-        cancelled = await command("cancel", other_name, *at)
+        cancelled = await command("jobs", "cancel", other_name, *at)
         ended = await serving.until(waits.id, "completed", "incomplete")
 
         assert "tell nobody" not in shown.out + listed.out
@@ -307,9 +286,9 @@ async def test_jobs_are_looked_at_cancelled_and_tried_again(tmp_path: Path, stor
         assert [(job["id"], job["position"]) for job in queued] == [(waits.id, 1)]
         assert (cancelled.status, cancelled.out) == (0, f"{runs.id} is cancelled\n")
 
-        over = await command("cancel", waits.id, *at)
-        answered = await command("retry", waits.id, *at)
-        again = await command("retry", other_name, "--json", "--admin", working.admin)
+        over = await command("jobs", "cancel", waits.id, *at)
+        answered = await command("jobs", "retry", waits.id, *at)
+        again = await command("jobs", "retry", other_name, "--json", "--admin", working.admin)
         begun = await serving.until(runs.id, "in_progress")
         twice = await working.post(f"/admin/jobs/{runs.id}/retry")
         refused = await working.post(f"/admin/jobs/{waits.id}/retry")
@@ -353,7 +332,7 @@ async def test_the_log_says_by_a_jobs_id_who_submitted_it_and_how_each_attempt_w
         id = submitted.parse().id
         await working.process.wait_for(rf'"event": "job_ended", "id": "{id}"')
 
-        shown = await command("show", id, "--admin", serving.admin)
+        shown = await command("jobs", "show", id, "--admin", serving.admin)
         assert re.search(r"^last setback +The backend failed with status 500\. *$", shown.out, re.MULTILINE)
         output = serving.process.output + working.process.output
         lines = [json.loads(line) for line in output.splitlines() if line.startswith("{") and id in line]
@@ -388,7 +367,7 @@ async def test_what_is_asked_for_wrongly_is_refused(tmp_path: Path, store: Redis
             )
         ]
         words = ("show", "cancel", "retry")
-        missing = [await command(name, "resp_none", "--admin", serving.admin) for name in words]
+        missing = [await command("jobs", name, "resp_none", "--admin", serving.admin) for name in words]
         assert "an operator" not in serving.process.output
         drained = (await serving.get("/admin/jobs")).json()["drained"]
 
@@ -406,7 +385,7 @@ async def test_a_store_that_is_away_is_said_and_counted(tmp_path: Path, store: R
         serving, working = await site.serve(), await site.worker()
         store.kill()
 
-        listed = await command("list", "--admin", serving.admin)
+        listed = await command("jobs", "list", "--admin", serving.admin)
         await until_metric(serving.admin, "gateway_jobs_store_away", 1)
         ready = (await working.get("/readyz")).json()
 
@@ -416,7 +395,8 @@ async def test_a_store_that_is_away_is_said_and_counted(tmp_path: Path, store: R
                 ready = (await working.get("/readyz")).json()
         await anyio.to_thread.run_sync(store.start)
         await until_metric(serving.admin, "gateway_jobs_store_away", 0)
-        assert (await command("list", "--admin", serving.admin)).out == "no jobs are waiting or running\n"
+        listed = await command("jobs", "list", "--admin", serving.admin)
+        assert listed.out == "no jobs are waiting or running\n"
 
 
 async def test_a_worker_whose_backend_is_ejected_is_not_ready(tmp_path: Path, store: RedisServer) -> None:
@@ -436,10 +416,12 @@ async def test_a_worker_whose_backend_is_ejected_is_not_ready(tmp_path: Path, st
 
 
 async def test_a_gateway_without_jobs_says_so(tmp_path: Path) -> None:
+    """To an interpreter of the command's own, which loads what that needs."""
     file = lonely(tmp_path)
     async with running("serve", "--config", str(file)) as process:
-        said = await command("list", "--admin", await admin_of(process))
-    assert (said.status, said.err) == (1, "This gateway has no `jobs` in its configuration.\n")
+        listing = [*COMMAND, "jobs", "list", "--admin", await admin_of(process)]
+        said = await anyio.run_process(listing, check=False, env={**os.environ, "NO_COLOR": "1"})
+    assert (said.returncode, said.stderr) == (1, b"This gateway has no `jobs` in its configuration.\n")
 
 
 @pytest.mark.parametrize(
@@ -461,6 +443,6 @@ async def test_the_command_s_exit_status(
     tmp_path: Path, arguments: tuple[str, ...], status: int, says: str
 ) -> None:
     file = lonely(tmp_path)
-    said = await command(*(str(file) if word == "FILE" else word for word in arguments))
+    said = await command("jobs", *(str(file) if word == "FILE" else word for word in arguments))
     assert said.status == status
     assert re.search(says, said.err)

@@ -48,14 +48,40 @@ IS_POSSIBLE = _is_possible()
 # ------------------------------------------------------------------ in the test
 
 
-class Forked(anyio.abc.ByteReceiveStream):
-    """A process, as far as `anyio.abc.Process` is used here, and its output."""
+class Output(anyio.abc.ByteReceiveStream):
+    """What a process writes into a pipe."""
 
-    def __init__(self, pid: int, told: socket.socket, output: int) -> None:
-        """Adopt a process whose end is told on `told` and which writes into the pipe `output`."""
+    def __init__(self, pipe: int) -> None:
+        """Read from `pipe`."""
+        self._pipe = pipe
+
+    async def receive(self, max_bytes: int = 65536) -> bytes:
+        """Return some of it."""
+        await anyio.wait_readable(self._pipe)
+        if data := os.read(self._pipe, max_bytes):
+            return data
+        raise anyio.EndOfStream
+
+    async def aclose(self) -> None:
+        """Read no more of it."""
+        os.close(self._pipe)
+
+
+class Forked:
+    """A process, as far as `anyio.abc.Process` is used here.
+
+    Attributes:
+        pid: Its number.
+        stdout: What it writes to standard output, and to standard error if that is not apart.
+        stderr: What it writes to standard error, if that is apart.
+    """
+
+    def __init__(self, pid: int, told: socket.socket, stdout: int, stderr: int | None) -> None:
+        """Adopt a process whose end is told on `told` and which writes into these pipes."""
         self.pid = pid
-        self.stdout = self
-        self._told, self._output = told, output
+        self.stdout = Output(stdout)
+        self.stderr = None if stderr is None else Output(stderr)
+        self._told = told
         self._status: int | None = None
         self._waiting = anyio.Lock()  # one task at a time may wait for a socket
         self._pidfd: int | None = None
@@ -69,13 +95,6 @@ class Forked(anyio.abc.ByteReceiveStream):
             with suppress(BlockingIOError):
                 self._status = int(self._told.recv(32) or -signal.SIGKILL)
         return self._status
-
-    async def receive(self, max_bytes: int = 65536) -> bytes:
-        """Return some of what it has written."""
-        await anyio.wait_readable(self._output)
-        if data := os.read(self._output, max_bytes):
-            return data
-        raise anyio.EndOfStream
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send it a signal; ProcessLookupError if it has ended."""
@@ -101,30 +120,40 @@ class Forked(anyio.abc.ByteReceiveStream):
     async def aclose(self) -> None:
         """Forget it."""
         self._told.close()
-        os.close(self._output)
+        await self.stdout.aclose()
+        if self.stderr is not None:
+            await self.stderr.aclose()
         if self._pidfd is not None:
             os.close(self._pidfd)
 
 
-async def start(arguments: Sequence[str], environ: Mapping[str, str], *, own_group: bool = False) -> Forked:
+async def start(
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    own_group: bool = False,
+    errors_apart: bool = False,
+) -> Forked:
     """Run `gemma-gateway ARGUMENTS` in this directory, without standard input."""
     order = {"arguments": [*arguments], "environ": {**environ}, "group": own_group, "cwd": os.getcwd()}
-    return await anyio.to_thread.run_sync(_ordered, json.dumps(order).encode())
+    return await anyio.to_thread.run_sync(_ordered, json.dumps(order).encode(), errors_apart)
 
 
-def _ordered(order: bytes) -> Forked:
+def _ordered(order: bytes, errors_apart: bool) -> Forked:
     told, theirs = socket.socketpair()
-    output, written = os.pipe()
+    pipes = [os.pipe() for _ in range(1 + errors_apart)]
+    written = [end for _, end in pipes]
     try:
         with socket.socket(socket.AF_UNIX) as asked, theirs:
             asked.connect(_loaded())
-            socket.send_fds(asked, [b"."], [written, theirs.fileno()])
+            socket.send_fds(asked, [b"."], [written[0], written[-1], theirs.fileno()])
             asked.sendall(order)
     finally:
-        os.close(written)
+        for end in written:
+            os.close(end)
     pid = int(told.recv(32))
     told.setblocking(False)
-    return Forked(pid, told, output)
+    return Forked(pid, told, pipes[0][0], pipes[1][0] if errors_apart else None)
 
 
 @functools.cache
@@ -168,14 +197,15 @@ def main() -> None:
     while True:
         for key, _ in asked.select():
             if key.fileobj is listener:
-                order, output, told = _order(listener)
+                order, outputs, told = _order(listener)
                 pid = os.fork()
                 if pid == 0:
                     _let_go(asked)
                     told.close()
-                    _become(order, output)
+                    _become(order, outputs)
                     return
-                os.close(output)
+                for output in outputs:
+                    os.close(output)
                 told.send(b"%d" % pid)
                 asked.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, told))
             elif key.fileobj is sys.stdin:
@@ -203,16 +233,16 @@ def _tell_end(pid: int, told: socket.socket) -> None:
         told.send(b"%d" % status)
 
 
-def _order(listener: socket.socket) -> tuple[dict[str, Any], int, socket.socket]:
-    """Return what is ordered, the pipe for its output, and whom to tell about it."""
+def _order(listener: socket.socket) -> tuple[dict[str, Any], Sequence[int], socket.socket]:
+    """Return what is ordered, its standard output and error, and whom to tell about it."""
     asked, _ = listener.accept()
     with asked:
-        _, (output, told), _, _ = socket.recv_fds(asked, 1, 2)
+        _, (*outputs, told), _, _ = socket.recv_fds(asked, 1, 3)
         order = b"".join(iter(lambda: asked.recv(65536), b""))
-    return json.loads(order), output, socket.socket(fileno=told)
+    return json.loads(order), outputs, socket.socket(fileno=told)
 
 
-def _become(order: Mapping[str, Any], output: int) -> None:
+def _become(order: Mapping[str, Any], outputs: Sequence[int]) -> None:
     """Be the process that was ordered, up to its program."""
     if order["group"]:
         os.setsid()
@@ -220,10 +250,10 @@ def _become(order: Mapping[str, Any], output: int) -> None:
     os.environ.clear()
     os.environ.update(order["environ"])
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for stream, number in ((nothing, 0), (output, 1), (output, 2)):
+    for number, stream in enumerate((nothing, *outputs)):
         os.dup2(stream, number)
-    os.close(nothing)
-    os.close(output)
+    for stream in (nothing, *outputs):
+        os.close(stream)
     sys.argv = ["gemma-gateway", *order["arguments"]]
 
 

@@ -1,5 +1,6 @@
 """Real processes of the real command, started for a test and surely gone after it."""
 
+import json
 import os
 import re
 import signal
@@ -8,7 +9,9 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -168,6 +171,44 @@ async def running(
                 tasks.cancel_scope.cancel()
     finally:
         await process.aclose()  # nobody reads its output any more
+
+
+@dataclass
+class Said:
+    """What a command has said, and its exit status."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """What it has written to standard output, read as JSON."""
+        return json.loads(self.out)
+
+
+async def command(*arguments: str, **environ: str) -> Said:
+    """Run `gemma-gateway ARGUMENTS` to its end."""
+    variables = {**os.environ, "NO_COLOR": "1", **environ}
+    if not preloaded.IS_POSSIBLE:
+        done = await anyio.run_process([*COMMAND, *arguments], check=False, env=variables)
+        return Said(done.returncode, done.stdout.decode(), done.stderr.decode())
+    process = await preloaded.start(arguments, variables, errors_apart=True)
+    assert process.stderr is not None
+    written = {process.stdout: b"", process.stderr: b""}
+
+    async def read(output: preloaded.Output) -> None:
+        async for data in output:
+            written[output] += data
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            for output in written:
+                tasks.start_soon(read, output)
+        out, err = written.values()
+        return Said(await process.wait(), out.decode(), err.decode())
+    finally:
+        await process.aclose()
 
 
 @contextmanager
