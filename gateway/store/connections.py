@@ -26,6 +26,17 @@ from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 from gateway.core.errors import ConfigError
 from gateway.tcp import KEEPALIVE
 
+try:
+    from redis.driver_info import DriverInfo
+except ImportError:  # an older redis-py, which looks its version up once
+    _DRIVER: Mapping[str, Any] = {}
+else:
+    _DRIVER = {"driver_info": DriverInfo()}
+"""What a connection tells the server of redis-py. By itself each would look the version up, in a file."""
+
+_NAMES_OF_DRIVER = frozenset({"driver_info", "lib_name", "lib_version"})
+"""Options of a URL that say something else of it."""
+
 UNREACHABLE = (RedisError, OSError, RuntimeError)
 """Exceptions raised if the server is gone. RuntimeError is uvloop's, for a write to a connection before its
 reset is noticed."""
@@ -288,6 +299,8 @@ class _Pool(BlockingConnectionPool):
 def _pool(url: str, settings: Mapping[str, Any]) -> _Pool:
     try:
         pool = _Pool.from_url(url, **settings)
+        if pool.connection_kwargs.keys().isdisjoint(_NAMES_OF_DRIVER):
+            pool.connection_kwargs |= _DRIVER
         if pool.connection_class is SSLConnection:
             pool.connection_class = _TlsConnection
         pool.make_connection()  # type: ignore[no-untyped-call]  # validates the options, opens nothing

@@ -244,6 +244,22 @@ async def test_an_option_that_there_is_not_is_said_before_anything_is_sent(url: 
         Connections(url, name="test", command_s=1.0, connections_max=1)
 
 
+async def test_no_connection_looks_up_which_redis_py_this_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes 1 ms each time, and a gateway opens dozens."""
+    looked_up: list[str] = []
+    monkeypatch.setattr("importlib.metadata.version", looked_up.append)
+    connections = Connections("redis://127.0.0.1:1", name="test", command_s=1.0, connections_max=1)
+    connections.connection()
+    assert looked_up == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_a_url_may_name_another_driver() -> None:
+    url = "redis://127.0.0.1:1?lib_name=another"
+    told = vars(Connections(url, name="test", command_s=1.0, connections_max=1).connection())
+    assert (told["driver_info"].name if "driver_info" in told else told["lib_name"]) == "another"
+
+
 async def test_connections_share_what_was_read_of_certificates_until_a_file_changes(tmp_path: Path) -> None:
     """To read the system's takes 20 to 70 ms, and redis-py reads them even if the URL names others."""
 
