@@ -26,7 +26,7 @@ ASK: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Why is the sky blue?"}],
     "max_tokens": 40,
 }
-LONG: dict[str, Any] = {**ASK, "max_tokens": 2_000}
+LONG: dict[str, Any] = {**ASK, "max_tokens": 500}
 THINKING: dict[str, Any] = {"reasoning_effort": "high"}
 FOREVER: dict[str, Any] = {"ignore_eos": True}
 ASYNC = {"Prefer": "respond-async"}
@@ -37,7 +37,7 @@ async def chat_site(
     folder: Path,
     store: RedisServer,
     *,
-    speed: float = 20.0,
+    speed: float = 5.0,
     first_speed: float | None = None,
     on_disconnect: str = "cancel",
     waiting: dict[str, Any] | None = None,
@@ -259,7 +259,7 @@ async def test_the_same_idempotency_key_is_the_same_job(gateway: Site) -> None:
 async def test_a_pending_one_is_not_there_yet_and_another_keys_never(
     tmp_path: Path, store: RedisServer
 ) -> None:
-    async with chat_site(tmp_path, store, speed=2.0) as running:
+    async with chat_site(tmp_path, store, speed=0.5) as running:
         mine, theirs = running.openai(api_key="a"), running.openai(api_key="b")
         raw = await mine.chat.completions.with_raw_response.create(
             **LONG, extra_body=FOREVER, extra_headers=ASYNC
@@ -391,7 +391,7 @@ async def test_a_job_is_run_in_the_class_in_which_it_was_handed_over(
 async def test_who_comes_again_finds_the_job_that_was_finished_without_it(
     tmp_path: Path, store: RedisServer
 ) -> None:
-    async with chat_site(tmp_path, store, speed=5.0, on_disconnect="finish") as running:
+    async with chat_site(tmp_path, store, speed=1.25, on_disconnect="finish") as running:
         client = running.openai(api_key="a")
         request: Any = {**LONG, **THINKING, "extra_body": FOREVER, "extra_headers": {"Idempotency-Key": "k"}}
         stream = await client.chat.completions.create(**request, stream=True)
@@ -448,7 +448,7 @@ async def test_who_comes_again_after_a_failure_gets_another_job(tmp_path: Path, 
 
 
 async def test_a_stream_waits_for_its_store(tmp_path: Path, store: RedisServer) -> None:
-    async with chat_site(tmp_path, store, speed=5.0) as running:
+    async with chat_site(tmp_path, store, speed=1.25) as running:
         client = running.openai(api_key="a")
         stream = await client.chat.completions.create(**LONG, **THINKING, extra_body=FOREVER, stream=True)
         chunks = [await anext(stream)]
@@ -544,7 +544,7 @@ async def test_who_waits_for_a_stream_gets_comments_and_its_place(
     monkeypatch.setattr("gateway.downstream.waiting_caller.KEEP_ALIVE_S", 0.2)
     waiting = {"keep_alive_after_s": 0.1}
     async with (
-        chat_site(tmp_path, store, speed=20.0, waiting=waiting, jobs={"running_max": 1}) as running,
+        chat_site(tmp_path, store, waiting=waiting, jobs={"running_max": 1}) as running,
         AsyncExitStack() as streams,
     ):
         http = await streams.enter_async_context(running.http())
@@ -587,7 +587,7 @@ async def test_who_waits_for_a_stream_gets_comments_and_its_place(
 async def test_who_leaves_takes_the_job_along_or_not(
     tmp_path: Path, store: RedisServer, on_disconnect: str, stream: bool
 ) -> None:
-    async with chat_site(tmp_path, store, speed=5.0, on_disconnect=on_disconnect) as running:
+    async with chat_site(tmp_path, store, speed=1.25, on_disconnect=on_disconnect) as running:
         client = running.openai(api_key="a")
         async with anyio.create_task_group() as tasks:
 
@@ -618,7 +618,7 @@ async def test_who_leaves_takes_the_job_along_or_not(
             assert caught.value.code == "job_cancelled"
 
 
-SLOW_THEN_FAST: Any = {"first_speed": 2.0, "speed": 50.0}
+SLOW_THEN_FAST: Any = {"first_speed": 0.5, "speed": 12.0}
 """However slow the machine, an answer is far from its end when its backend dies; the other soon ends it."""
 
 
@@ -628,9 +628,10 @@ async def crash_the_backend_of_the_one_that_runs(running: Site) -> None:
 
 
 async def test_a_stream_goes_on_where_its_backend_dies(tmp_path: Path, store: RedisServer) -> None:
-    async with chat_site(tmp_path, store, **SLOW_THEN_FAST) as running:
+    async with chat_site(tmp_path, store, first_speed=2.0, speed=50.0) as running:
         client = running.openai(api_key="a")
-        stream = await client.chat.completions.create(**LONG, **THINKING, extra_body=FOREVER, stream=True)
+        request: Any = {**LONG, **THINKING, "max_tokens": 2_000}  # words come only after hundreds of thought
+        stream = await client.chat.completions.create(**request, extra_body=FOREVER, stream=True)
         chunks = []
         async for chunk in stream:
             chunks.append(chunk)
@@ -688,7 +689,7 @@ async def test_a_whole_answer_does_not_show_that_its_backend_died(tmp_path: Path
 
     assert job.failures == 1
     assert answers[0].choices[0].finish_reason == "length"
-    assert answers[0].usage.completion_tokens == 2_000
+    assert answers[0].usage.completion_tokens == 500
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -746,7 +747,7 @@ async def test_what_a_backend_refuses_is_the_callers_error(gateway: Site, stream
 
 
 async def test_a_job_that_fails_after_words_ends_their_stream(tmp_path: Path, store: RedisServer) -> None:
-    async with chat_site(tmp_path, store, speed=2.0, jobs={"attempts_max": 1}) as running:
+    async with chat_site(tmp_path, store, speed=0.5, jobs={"attempts_max": 1}) as running:
         client = running.openai(api_key="a")
         stream = await client.chat.completions.create(**LONG, **THINKING, extra_body=FOREVER, stream=True)
         first = await anext(stream)
@@ -829,11 +830,11 @@ async def test_a_prompt_is_counted_once_where_it_is_not_a_job(
 
 async def test_a_gateway_that_is_stopped_cancels_nobodys_job(tmp_path: Path, store: RedisServer) -> None:
     """It cuts its callers off: they have not left."""
-    async with chat_site(tmp_path, store, speed=5.0) as running:
+    async with chat_site(tmp_path, store, speed=1.25) as running:
         client = running.openai(api_key="a")
         stream = await client.chat.completions.create(**LONG, **THINKING, extra_body=FOREVER, stream=True)
         first = await anext(stream)
-    async with chat_site(tmp_path, store, speed=50.0) as running:
+    async with chat_site(tmp_path, store, speed=12.0) as running:
         await ended(running, first.id.replace("chatcmpl-", "resp_"))
         completion = await running.openai(api_key="a").chat.completions.retrieve(first.id)
 
@@ -904,7 +905,7 @@ async def test_who_has_a_stream_is_told_of_the_end_while_a_silent_store_takes_no
 ) -> None:
     left: list[int] = []
     async with clients.http(timeout=60) as http, anyio.create_task_group() as reading:
-        async with chat_site(tmp_path, store, speed=1.0) as one:
+        async with chat_site(tmp_path, store, speed=0.25) as one:
             worker = one.gateway.worker
             assert worker is not None
             client = one.openai(api_key="a")
@@ -965,7 +966,7 @@ health: {{interval_s: 0.2}}
 
 @asynccontextmanager
 async def processes(
-    folder: Path, store: RedisServer, *works: bool, speed: int
+    folder: Path, store: RedisServer, *works: bool, speed: float
 ) -> AsyncIterator[list[tuple[Any, str]]]:
     """Run gateways in front of one backend, in processes of their own; yields each with its URL.
 
@@ -991,7 +992,7 @@ async def test_a_gateway_that_drains_serves_those_who_wait_in_its_queue(
 ) -> None:
     """Nobody else is there to do it; and then it ends, long before its time for that is over."""
     async with (
-        processes(tmp_path, store, True, speed=20) as [(gateway, url)],
+        processes(tmp_path, store, True, speed=5) as [(gateway, url)],
         clients.sdk(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
         clients.http(base_url=url, timeout=60) as http,
     ):
@@ -1021,12 +1022,12 @@ async def test_a_gateway_that_drains_runs_the_queued_jobs_that_callers_follow(
     """Nobody else is there to do it, and the gateway would wait for the followers until its time is over."""
     question: dict[str, Any] = {"model": "gemma-4", "input": "Why is the sky blue?", "background": True}
     async with (
-        processes(tmp_path, store, True, speed=20) as [(gateway, url)],
+        processes(tmp_path, store, True, speed=5) as [(gateway, url)],
         clients.sdk(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
         clients.http(base_url=url, timeout=60) as http,
     ):
         running_now = await client.responses.create(
-            **question, max_output_tokens=4_000, extra_body=FOREVER, stream=True
+            **question, max_output_tokens=1_000, extra_body=FOREVER, stream=True
         )
         async for event in running_now:
             if event.type == "response.output_text.delta":
@@ -1068,7 +1069,7 @@ async def test_a_gateway_that_drains_finishes_what_callers_of_another_one_wait_f
 ) -> None:
     """Their streams do not break off, as in a rolling restart; and then it ends."""
     async with (
-        processes(tmp_path, store, False, True, speed=5) as [(_, url), (working, _)],
+        processes(tmp_path, store, False, True, speed=1.25) as [(_, url), (working, _)],
         clients.sdk(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
     ):
         stream = await client.chat.completions.create(**LONG, **THINKING, extra_body=FOREVER, stream=True)
@@ -1084,7 +1085,7 @@ async def test_a_gateway_that_drains_finishes_what_callers_of_another_one_wait_f
 
 async def test_the_answer_outlives_the_gateway_that_was_killed(tmp_path: Path, store: RedisServer) -> None:
     """Two gateways on one store: the one with the caller dies in the middle, the other has the answer."""
-    async with processes(tmp_path, store, True, True, speed=5) as [(gateway, url), (_, other)]:
+    async with processes(tmp_path, store, True, True, speed=1.25) as [(gateway, url), (_, other)]:
         async with clients.sdk(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
             stream = await client.chat.completions.create(**LONG, **THINKING, extra_body=FOREVER, stream=True)
             first = await anext(stream)
