@@ -12,6 +12,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import cache
 from importlib import resources
 from typing import Any, ClassVar
 
@@ -126,8 +127,7 @@ class Connections:
 
     def script(self, *names: str) -> AsyncScript:
         """Return the script made of these files of this package, concatenated."""
-        texts = [_FOLDER.joinpath(f"{name}.lua").read_text(encoding="utf-8") for name in names]
-        return self.redis.register_script("\n".join(texts))
+        return self.redis.register_script("\n".join(map(_text_of_file, names)))
 
     async def bounded(self, command: Callable[[], Awaitable[Any]]) -> Any:
         """Run a command until it completes or times out, even if the calling task is cancelled.
@@ -171,6 +171,12 @@ class Connections:
         """Close all connections."""
         with suppress(StoreAway):
             await self.bounded(self.redis.aclose)
+
+
+@cache
+def _text_of_file(name: str) -> str:
+    """Return a file of which scripts are made; each is in many of them."""
+    return _FOLDER.joinpath(f"{name}.lua").read_text(encoding="utf-8")
 
 
 def validate(url: str) -> None:
