@@ -81,8 +81,9 @@ class Store:
 
     async def lose(self) -> None:
         """Lose everything the gateway keeps, as a server that was restarted has."""
-        async for key in self.redis.scan_iter(match=f"*{self.prefix}*"):
-            await self.redis.delete(key)
+        keys = [key async for key in self.redis.scan_iter(match=f"*{self.prefix}*", count=1000)]
+        if keys:
+            await self.redis.delete(*keys)
 
 
 OpenStore = Callable[[str], Awaitable[Store]]

@@ -393,8 +393,11 @@ class JobHistories(RuleBasedStateMachine):
 
     @invariant()
     def every_job_is_what_it_should_be(self) -> None:
+        self.run(self.compare_jobs())
+
+    async def compare_jobs(self) -> None:
         for model in self.models.values():
-            job = self.run(self.callers.get(model.id))
+            job = await self.callers.get(model.id)
             if not model.is_kept:
                 assert job is None
                 continue
@@ -403,21 +406,24 @@ class JobHistories(RuleBasedStateMachine):
             assert (job.status, job.position) == (model.status, place)
             assert (job.attempt, job.failures, job.chunks) == (model.attempt, model.failures, len(model.data))
             assert (job.error.code if job.error else None) == model.code
-            chunks = self.run(self.callers.chunks(model.id))
+            chunks = await self.callers.chunks(model.id)
             assert [(chunk.number, chunk.data) for chunk in chunks] == list(enumerate(model.data))
 
     @invariant()
     def what_is_counted_is_there(self) -> None:
+        self.run(self.compare_counts())
+
+    async def compare_counts(self) -> None:
         for key in KEYS:
             kept = [job for job in self.models.values() if job.is_kept and job.key == key]
             active = sum(not job.status.is_final for job in kept)
-            assert self.run(self.world.quota(f"={key}")) == (active, sum(job.size_bytes for job in kept))
-        lanes = {lane.name: (lane.queued, lane.in_progress) for lane in self.run(self.callers.queue()).lanes}
+            assert await self.world.quota(f"={key}") == (active, sum(job.size_bytes for job in kept))
+        lanes = {lane.name: (lane.queued, lane.in_progress) for lane in (await self.callers.queue()).lanes}
         for lane in LANES:
             queued = sum(job.lane == lane for job in self.of(JobStatus.QUEUED))
             running = sum(job.lane == lane for job in self.of(JobStatus.IN_PROGRESS))
             assert lanes.get(lane, (0, 0)) == (queued, running)
-            assert self.run(self.entries(lane)) == (running, running)
+            assert await self.entries(lane) == (running, running)
 
     async def entries(self, lane: str) -> tuple[int, int]:
         """Return how many entries a lane's streams have, and how many of these are pending."""

@@ -1124,12 +1124,12 @@ async def test_any_number_of_waiters_takes_one_connection(
     world: JobWorld, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.store.jobs.CONNECTIONS_MAX", 2)
-    ids = [f"j{number}" for number in range(100)]
+    ids = [f"j{number}" for number in range(50)]
     await world.submit(jobs, *ids)
     jobs = world.open()
     async with listening(jobs):
         async with anyio.create_task_group() as tasks:
-            for id in ids * 10:
+            for id in ids * 4:
                 tasks.start_soon(waits, jobs, id, 0)
             channels: list[Any] = []
             with anyio.fail_after(WITHIN_S):
@@ -1311,11 +1311,11 @@ async def test_find_is_newest_first_by_key_and_by_status(world: JobWorld, jobs: 
 
 
 async def test_find_goes_through_many(world: JobWorld, jobs: Jobs) -> None:
-    await world.submit(jobs, *(f"j{number}" for number in range(1001)))
+    await world.submit(jobs, *(f"j{number}" for number in range(601)))  # of which it looks at 500 at a time
     await jobs.cancel("j0")
     assert [job.id for job in await jobs.find(status=JobStatus.CANCELLED)] == ["j0"]
-    assert len(await jobs.find(limit=2000)) == 1001
-    assert [job.id for job in await jobs.find(limit=600)] == [f"j{number}" for number in range(1000, 400, -1)]
+    assert len(await jobs.find(limit=2000)) == 601
+    assert [job.id for job in await jobs.find(limit=550)] == [f"j{number}" for number in range(600, 50, -1)]
 
 
 async def test_while_jobs_are_drained_none_is_handed_out_and_all_are_accepted(
@@ -1688,17 +1688,21 @@ async def test_what_is_left_of_a_claim_whose_job_was_deleted_by_hand_goes_with_i
 
 
 async def test_a_dead_worker_s_jobs_are_found_behind_many_others(world: JobWorld, jobs: Jobs) -> None:
-    ids = [f"{number}" for number in range(2_100)]
-    await world.submit(jobs, *ids, "dead")
-    for _ in ids:
-        await world.claim(jobs, "alive")
+    await world.submit(jobs, "alive", "dead")
+    await world.claim(jobs, "alive")
+    (stream,) = await world.streams()
+    others = world.redis.pipeline()
+    for _ in range(2_100):  # the server looks at 2000 entries at a time
+        others.xadd(stream, {"job": "alive"})
+    others.xreadgroup("workers", "alive", {stream: ">"})
+    await others.execute()
     assert (await world.claim(jobs, "dead")).id == "dead"
     await world.lose_worker_of("dead")
     assert await claimed(jobs, "another") == ["dead"]
 
 
 async def test_a_job_is_found_behind_many_that_others_are_to_run(world: JobWorld, jobs: Jobs) -> None:
-    ids = [f"{number}" for number in range(1_001)]
+    ids = [f"{number}" for number in range(201)]  # of which it looks at 100 at a time
     await world.submit(jobs, *ids, "behind")
     for config in ("one", "two"):
         await jobs.beat(config, [], Serving(config, frozenset({"m"})))
