@@ -42,7 +42,7 @@ def sent(bodies: list[bytes]) -> list[tuple[str, str]]:
     return [(body["user"], body["messages"][0]["content"]) for body in decoded]
 
 
-@pytest.mark.parametrize("size", [WORTH_BYTES // 2, 2 * WORTH_BYTES, 1_000_000, 5_000_000])
+@pytest.mark.parametrize("size", [WORTH_BYTES // 2, 2 * WORTH_BYTES, 2_000_000])
 async def test_a_long_body_arrives_as_it_was_sent(way: str, size: int) -> None:
     bodies = [long_chat(size, "a"), chat(user="b"), long_chat(size, "c")]
     bodies[1] = json.dumps(json.loads(bodies[1])).encode()

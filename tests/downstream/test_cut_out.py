@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -275,15 +276,24 @@ def test_half_a_character_is_mended_as_ever() -> None:
 PARTS = ['"', "\\", "\n", "word ", "ä", "},{", '","', "😀"]
 
 
+@cache
+def drawn() -> list[str]:
+    """Return many parts in random order."""
+    return random.Random(6).choices(PARTS, k=200_000)
+
+
+def mixed(dice: random.Random, count: int) -> str:
+    """Return a text of so many parts, from anywhere among those that were drawn."""
+    at = dice.randrange(len(drawn()) - count)
+    return "".join(drawn()[at : at + count])
+
+
 def test_wherever_the_ends_are_guessed_what_is_read_is_right() -> None:
     """Bodies of strings of all lengths, with quotes and backslashes at random: cut or not, read the same."""
     dice = random.Random(3)
     cut = 0
     for _ in range(200):
-        contents = [
-            "".join(dice.choices(PARTS, k=dice.choice([1, 9, 700, 40_000])))
-            for _ in range(dice.randrange(1, 4))
-        ]
+        contents = [mixed(dice, dice.choice([1, 9, 700, 40_000])) for _ in range(dice.randrange(1, 4))]
         body = body_of([message(text) for text in contents], user=dice.choice(["", '"', "\\"]))
         found = read(body)
         cut += found.cut is not None
@@ -297,10 +307,7 @@ def test_in_parts_as_well() -> None:
     dice = random.Random(4)
     cut = 0
     for _ in range(150):
-        texts = [
-            "".join(dice.choices(PARTS, k=dice.choice([1, 9, 700, 40_000])))
-            for _ in range(dice.randrange(1, 5))
-        ]
+        texts = [mixed(dice, dice.choice([1, 9, 700, 40_000])) for _ in range(dice.randrange(1, 5))]
         parts = [{"type": "text", "text": text} for text in texts]
         body = body_of([message(parts, role=dice.choice(["user", "system"])), message("Well?")])
         found, whole = read(body), as_a_whole(body)
@@ -331,11 +338,11 @@ def test_where_no_text_can_be_long_none_is_looked_for(body: bytes, expected: boo
 
 def test_no_long_text_is_overlooked() -> None:
     dice = random.Random(5)
+    short = [mixed(dice, dice.randrange(30)) for _ in range(18_000)]
     for _ in range(200):
-        before = json.dumps(
-            ["".join(dice.choices(PARTS, k=dice.randrange(30))) for _ in range(dice.randrange(9_000))]
-        )
-        content = json.dumps("".join(dice.choices(PARTS, k=LONG_BYTES)))
+        at = dice.randrange(9_000)
+        before = json.dumps(short[at : at + dice.randrange(9_000)])
+        content = json.dumps(mixed(dice, LONG_BYTES))
         content = content[: LONG_BYTES - 2].rstrip("\\").ljust(LONG_BYTES - 1, "x") + '"'
         assert may_hold_long_texts(f"[{before}, {content}]".encode())
 
@@ -352,7 +359,7 @@ def kept() -> Iterator[Any]:
 
 
 def new_text(size: int) -> tuple[str, LongText]:
-    text = " ".join(map(str, random.sample(range(10**9), size // 10)))
+    text = random.randbytes(4 * size // 9).hex(" ", 4)
     found = long_text_at(memoryview(text.encode()))
     assert found is not None
     return text, found

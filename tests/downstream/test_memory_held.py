@@ -4,7 +4,7 @@ The collector counts objects, not bytes: a body of 30 MB is one of some hundred 
 """
 
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from support.world import HELLO, ROLE, WHOLE, Estimates
 from gateway.core.policy import Waiting
 from gateway.downstream.relay import BodyLimits
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("without_collector")]
 anyio_backend = on_uvloop
 
 TEXT = "All that a document says. " * 40_000
@@ -101,10 +101,10 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def traced(without_collector: None) -> Iterator[None]:
-    tracemalloc.start()
-    yield
+@pytest.fixture
+def trace() -> Iterator[Callable[[], None]]:
+    """What begins to trace memory: all is slower from then on."""
+    yield tracemalloc.start
     tracemalloc.stop()
 
 
@@ -130,10 +130,13 @@ async def leave(site: Front, caller: Wire, case: Case) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
-async def test_a_body_is_not_held_when_its_request_is_over(way: str, name: str) -> None:
+async def test_a_body_is_not_held_when_its_request_is_over(
+    way: str, name: str, trace: Callable[[], None]
+) -> None:
     case = CASES[name]
     limits = BodyLimits(bytes_max=2_000_000)
     async with front(way, case.behave, limits=limits, estimates=Estimates(case.tokens)) as site:
+        trace()
         await play(site, case, 0)
         site.backend.requests.clear()
         before, _ = tracemalloc.get_traced_memory()
@@ -145,9 +148,12 @@ async def test_a_body_is_not_held_when_its_request_is_over(way: str, name: str) 
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_connection_that_stays_open_does_not_hold_its_last_body(way: str) -> None:
+async def test_a_connection_that_stays_open_does_not_hold_its_last_body(
+    way: str, trace: Callable[[], None]
+) -> None:
     async with front(way, oblige) as site, AsyncExitStack() as stack:
         callers = [await stack.enter_async_context(site.caller()) for _ in range(REPEATS)]
+        trace()
         await play(site, CASES["answered"], 0)
         site.backend.requests.clear()
         before, _peak = tracemalloc.get_traced_memory()
@@ -160,8 +166,11 @@ async def test_a_connection_that_stays_open_does_not_hold_its_last_body(way: str
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_the_bodies_of_those_that_are_turned_away_are_not_held(way: str) -> None:
+async def test_the_bodies_of_those_that_are_turned_away_are_not_held(
+    way: str, trace: Callable[[], None]
+) -> None:
     async with front(way, be_silent, waiting=Waiting(max_wait_s=60, waiting_max=1)) as site:
+        trace()
         async with anyio.create_task_group() as tasks, site.caller() as refused:
 
             async def wait() -> None:
@@ -187,9 +196,12 @@ UPGRADE = post(
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_what_follows_requests_for_an_upgrade_is_held_once_though_it_is_read_again(way: str) -> None:
+async def test_what_follows_requests_for_an_upgrade_is_held_once_though_it_is_read_again(
+    way: str, trace: Callable[[], None]
+) -> None:
     row = UPGRADE * 150
     async with front(way) as site, site.caller() as caller:
+        trace()
         assert (await caller.ask(UPGRADE)).status == 200
         (connection,) = site.listener.server_state.connections
         before, _peak = tracemalloc.get_traced_memory()

@@ -282,6 +282,10 @@ async def outcome(site: Front, attack: Attack, pieces: str) -> tuple[Sequence[in
     return tuple(answers), is_closed, tuple(asked)
 
 
+BYTE_BY_BYTE = 600
+"""So many bytes behind what most attacks begin with come alone: all but those of the longest."""
+
+
 async def send(caller: Wire, attack: Attack, pieces: str) -> None:
     """Send an attack, and let the server, in this very event loop, read each piece before the next."""
     if pieces == "at once":
@@ -289,9 +293,12 @@ async def send(caller: Wire, attack: Attack, pieces: str) -> None:
     elif pieces == "head first":
         parts = [attack.head, attack.rest]
     else:
-        parts = [bytes([byte]) for byte in attack.head + attack.rest[:5_000]] + [attack.rest[5_000:]]
+        said = attack.head + attack.rest
+        shared = len(NO_LENGTH) if said.startswith(NO_LENGTH) else 0
+        last = shared + BYTE_BY_BYTE
+        parts = [said[:shared], *(bytes([byte]) for byte in said[shared:last]), said[last:]]
     raw = caller.stream.extra(anyio.abc.SocketAttribute.raw_socket)
-    for part in parts:
+    for part in filter(None, parts):
         if attack.is_closed and select.select([raw], [], [], 0)[0]:
             return  # it is refused: more would drown the answer
         await caller.send(part)

@@ -15,7 +15,7 @@ from gateway.core.value_limit import (
 from gateway.downstream.value_limit import may_be_crowded
 
 PROSE = "The river was wide, and nobody had crossed it since the spring. " * 40_000
-TABLE = '1,22,"3,4",\\,' * 100_000
+TABLE = '1,22,"3,4",\\,' * (VALUES_MAX // 4)  # of five commas each
 
 
 @pytest.mark.parametrize(

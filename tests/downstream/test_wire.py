@@ -819,16 +819,16 @@ def tools(count: int) -> list[dict[str, Any]]:
 def test_nor_are_many_whatever_is_around_them(
     count: int, size: int, tools_: int, more: dict[str, Any], spelled: tuple[str, str]
 ) -> None:
-    parts = [{"type": "text", "text": "What is this?"}, *frames(count, size)]
-    given = body(messages=message(parts), **{"tools": tools(tools_)} if tools_ else {}, **more)
+    messages = message([{"type": "text", "text": "What is this?"}, *frames(count, size)])
+    given = body(messages=messages, **{"tools": tools(tools_)} if tools_ else {}, **more)
     character, escaped = (part.encode() for part in spelled)
     raw = given.replace(character, escaped) if character else given
     assert len(raw) > TEXT_BYTES_MAX
     request = read(Endpoint.CHAT, raw, RULES)
 
     assert request.request.images == count
-    assert request.member("messages") == json.loads(given)["messages"]
-    assert json.loads(request.body_for("m"))["messages"] == json.loads(given)["messages"]
+    assert request.member("messages") == messages
+    assert json.loads(request.body_for("m"))["messages"] == messages
 
 
 @pytest.mark.parametrize("text", ["a\n", "a b\x7f", "ä"])

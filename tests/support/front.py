@@ -7,12 +7,15 @@ can tell of them is the same.
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from hashlib import sha256
+from itertools import count
 from typing import Any
 
 import anyio
 import msgspec
 from anyio.abc import SocketStream
+from litestar.types import ASGIApp, Receive, Scope, Send
 
 from gateway.clock import SystemClock
 from gateway.cohort import Cohort
@@ -42,6 +45,9 @@ from support.world import DONE, HELLO, LIGHT, ROLE, STOP, USAGE, WHOLE, Estimate
 
 KEY, OTHER_KEY = "a-key", "another-key"
 WAYS = ("direct", "asgi")
+AT_ONCE = 200
+"""After so many turns of the event loop, what has not happened yet waits for time to pass."""
+
 COMPANY = 2
 """How many requests seem to be served besides: with others, answers are written together, and a request lets
 the others catch up."""
@@ -122,8 +128,10 @@ class Front:
     async def eventually(self, condition: Callable[[], bool]) -> None:
         """Return once `condition()` holds."""
         with anyio.fail_after(10):
-            while not condition():
-                await anyio.lowlevel.checkpoint()
+            for looks in count():
+                if condition():
+                    return
+                await anyio.sleep(0 if looks < AT_ONCE else 0.001)
 
     def is_idle(self) -> bool:
         """Return whether nothing of a request is left anywhere."""
@@ -136,6 +144,16 @@ class Front:
         """Return once nothing of a request is left, not even a task."""
         state = self.listener.server_state
         await self.eventually(lambda: self.is_idle() and not state.tasks)
+
+
+def on_demand(build: Callable[[], ASGIApp]) -> ASGIApp:
+    """Return an application that is built, which takes long, when the first request comes to it."""
+    built = cache(build)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await built()(scope, receive, send)
+
+    return app
 
 
 @asynccontextmanager
@@ -210,7 +228,11 @@ async def front(
         watched = Watched(applications)
         bound = bind("127.0.0.1", 0)
         port: int = bound.getsockname()[1]
-        listener = Listener(applications.asgi_app(), bound, watched if way == "direct" else None)
+        listener = (
+            Listener(on_demand(applications.asgi_app), bound, watched)
+            if way == "direct"
+            else Listener(applications.asgi_app(), bound, None)
+        )
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(pipeline.room.run)
             tasks.start_soon(listener.run_until_stopped)
@@ -266,7 +288,7 @@ class Wire:
 
     def __init__(self, stream: SocketStream) -> None:
         self.stream = stream
-        self._buffer = b""
+        self._buffer = bytearray()
 
     async def send(self, *parts: bytes) -> None:
         for part in parts:
@@ -287,8 +309,7 @@ class Wire:
         """Return the head of the next answer. Raises Closed if there is none."""
         while b"\r\n\r\n" not in self._buffer:
             await self._more()
-        head, _, self._buffer = self._buffer.partition(b"\r\n\r\n")
-        line, *fields = head.decode().split("\r\n")
+        line, *fields = self._taken(self._buffer.index(b"\r\n\r\n"), behind=4).decode().split("\r\n")
         version, status, _ = line.split(" ", 2)
         assert version == "HTTP/1.1"
         pairs = [(name.lower(), value) for name, value in (field.split(": ", 1) for field in fields)]
@@ -297,37 +318,35 @@ class Wire:
     async def rest_of(self, got: Got) -> Got:
         """Return an answer whose head is read, with its body."""
         length = got.header("content-length")
-        body = b""
+        body = bytearray()
         try:
             if length is not None:
                 assert got.header("transfer-encoding") is None
                 while len(self._buffer) < int(length):
                     await self._more()
-                body, self._buffer = self._buffer[: int(length)], self._buffer[int(length) :]
+                body += self._taken(int(length))
             else:
                 assert got.header("transfer-encoding") == "chunked"
                 while data := await self.chunk():
                     body += data
         except Closed:
-            return replace(got, body=body + (self._buffer if length is not None else b""))
-        return replace(got, body=body, is_whole=True)
+            return replace(got, body=bytes(body + (self._buffer if length is not None else b"")))
+        return replace(got, body=bytes(body), is_whole=True)
 
     async def chunk(self) -> bytes:
         """Return the next chunk of a body; b"" is its end. Raises Closed if it does not come."""
         while b"\r\n" not in self._buffer:
             await self._more()
-        line, _, rest = self._buffer.partition(b"\r\n")
-        size = int(line, 16)
-        while len(self._buffer) < len(line) + size + 4:
+        start = self._buffer.index(b"\r\n") + 2
+        end = start + int(self._buffer[: start - 2], 16)
+        while len(self._buffer) < end + 2:
             await self._more()
-        data, rest = self._buffer[len(line) + 2 :][:size], self._buffer[len(line) + 2 + size :]
-        assert rest.startswith(b"\r\n")
-        self._buffer = rest[2:]
-        return data
+        assert self._buffer.startswith(b"\r\n", end)
+        return self._taken(end, behind=2)[start:]
 
     async def until_closed(self) -> bytes:
         """Return all that comes until the connection ends. Raises Closed if it is reset."""
-        received, self._buffer = self._buffer, b""
+        received = self._taken(len(self._buffer))
         with anyio.fail_after(20):
             while True:
                 try:
@@ -345,6 +364,12 @@ class Wire:
             except Closed:
                 return not self._buffer
         return False
+
+    def _taken(self, size: int, behind: int = 0) -> bytes:
+        """Return so many bytes of what came; they are not there any more, nor so many `behind` them."""
+        taken = bytes(self._buffer[:size])
+        del self._buffer[: size + behind]
+        return taken
 
     async def _more(self) -> None:
         try:

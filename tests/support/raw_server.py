@@ -56,17 +56,20 @@ async def raw_server(answer: Answer) -> AsyncIterator[RawServer]:
 
     async def serve(stream: SocketStream) -> None:
         server.connections += 1
-        buffer = b""
+        buffer = bytearray()
         async with stream:
             try:
                 while True:
                     while b"\r\n\r\n" not in buffer:
                         buffer += await stream.receive()
-                    head, _, buffer = buffer.partition(b"\r\n\r\n")
+                    end = buffer.index(b"\r\n\r\n")
+                    head = bytes(buffer[:end])
+                    del buffer[: end + 4]
                     length = content_length(head)
                     while len(buffer) < length:
                         buffer += await stream.receive()
-                    body, buffer = buffer[:length], buffer[length:]
+                    body = bytes(buffer[:length])
+                    del buffer[:length]
                     server.requests.append((head, body))
                     await answer(stream, len(server.requests) - 1)
             except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):
