@@ -142,11 +142,13 @@ def test_an_empty_file(lines: tuple[bytes, ...]) -> None:
     assert (error.code, error.line) == ("empty_file", None)
 
 
-def test_requests_up_to_the_limit_and_not_one_more() -> None:
-    lines = [line(custom_id=str(number)) for number in range(50_001)]
+def test_requests_up_to_the_limit_and_not_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert batches.LINES_MAX == 50_000
+    monkeypatch.setattr(batches, "LINES_MAX", 500)
+    lines = [line(custom_id=str(number)) for number in range(501)]
     assert {type(one) for one in read(*lines[:-1], b"\n")} == {BatchLine}
     *good, error = read(*lines, b"never read")
-    assert len(good) == 50_000
+    assert len(good) == 500
     assert isinstance(error, BatchLineError)
     assert (error.code, error.line) == ("too_many_requests", None)
 

@@ -301,7 +301,7 @@ class Line(RuleBasedStateMachine):
 
 
 Line.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestLine = pytest.mark.filterwarnings("default")(Line.TestCase)
 

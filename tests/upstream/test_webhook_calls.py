@@ -6,6 +6,7 @@ import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -51,8 +52,18 @@ def endpoint(url: str, **changes: Any) -> WebhookEndpoint:
     return replace(WebhookEndpoint("ops", url, (read_secret(SECRET),), allow_private=True), **changes)
 
 
+@cache
+def certificates() -> ssl.SSLContext:
+    """Return the system's, which take long to read."""
+    return ssl.create_default_context()
+
+
+def caller_with(**options: Any) -> WebhookCaller:
+    return WebhookCaller(SystemClock(), **{"tls": certificates(), **options})
+
+
 async def attempt(to: WebhookEndpoint, **options: Any) -> WebhookAttempt:
-    caller = WebhookCaller(SystemClock(), **options)
+    caller = caller_with(**options)
     try:
         return await caller.attempt(to, DELIVERY)
     finally:
@@ -115,7 +126,7 @@ async def test_an_endpoint_says_when_to_come_back() -> None:
 async def test_a_cookie_is_not_brought_back() -> None:
     async with raw_server(answering("200 OK", "set-cookie: a=b\r\n")) as server:
         to = endpoint(server.url)
-        caller = WebhookCaller(SystemClock())
+        caller = caller_with()
         for _ in range(2):
             await caller.attempt(to, DELIVERY)
         await caller.aclose()
@@ -141,7 +152,7 @@ async def test_an_endless_body_is_left_and_the_status_counts(monkeypatch: pytest
 
     with anyio.fail_after(30):
         async with raw_server(endless) as server:
-            caller = WebhookCaller(SystemClock())
+            caller = caller_with()
             made = await caller.attempt(endpoint(server.url), DELIVERY)
             await server.closed.wait()
             await caller.aclose()
@@ -232,7 +243,7 @@ async def test_an_attempt_that_is_cut_at_the_end_blames_nobody(monkeypatch: pyte
 
     async with raw_server(silent) as server:
         to = endpoint(server.url)
-        caller = WebhookCaller(SystemClock())
+        caller = caller_with()
 
         async def run() -> None:
             made.append(await caller.attempt(to, DELIVERY))
@@ -304,7 +315,7 @@ async def test_every_attempt_asks_anew() -> None:
     names = Names([["127.0.0.1"], ["169.254.169.254"]])
     async with raw_server(answering("200 OK")) as server:
         to = endpoint(server.url.replace("127.0.0.1", "hooks.invalid"))
-        caller = WebhookCaller(SystemClock(), resolve=names)
+        caller = caller_with(resolve=names)
         outcomes = [(await caller.attempt(to, DELIVERY)).outcome for _ in range(2)]
         await caller.aclose()
     assert outcomes == [WebhookOutcome.DELIVERED, WebhookOutcome.REFUSED]
@@ -312,7 +323,7 @@ async def test_every_attempt_asks_anew() -> None:
 
 async def test_a_connection_is_not_used_again_for_another_name_at_the_same_address() -> None:
     async with raw_server(answering("200 OK")) as server:
-        caller = WebhookCaller(SystemClock(), resolve=Names([["127.0.0.1"]]))
+        caller = caller_with(resolve=Names([["127.0.0.1"]]))
         for name in ("one.invalid", "other.invalid"):
             await caller.attempt(endpoint(server.url.replace("127.0.0.1", name)), DELIVERY)
         await caller.aclose()

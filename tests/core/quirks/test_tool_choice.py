@@ -35,8 +35,9 @@ def reader(choices: int = 1, name: str | None = None) -> MendingReader:
 @pytest.mark.parametrize(
     "before", [b"", TEXT, THOUGHT, THOUGHT + TEXT], ids=["at-once", "text", "thought", "both"]
 )
-@pytest.mark.parametrize("name", [None, "get_weather"])
-@pytest.mark.parametrize("unfinished", [b"null", b'""'])
+@pytest.mark.parametrize(
+    ("name", "unfinished"), [(None, b"null"), ("get_weather", b'""')], ids=["any", "named"]
+)
 def test_it_begins_with_the_call_and_keeps_every_byte(
     before: bytes, name: str | None, unfinished: bytes
 ) -> None:
