@@ -27,7 +27,10 @@ COMMANDS = [line.strip() for block in blocks("sh") for line in block.splitlines(
 
 
 def test_these_are_the_commands_of_the_readme() -> None:
-    """A command that is added here needs a test below."""
+    """A command that is added here needs a test below.
+
+    What the first one shows is looked at in demo/test_demo.py; installing it is what CI does first.
+    """
     assert COMMANDS == [
         "pip install . && gemma-gateway demo",
         "pip install '.[test]' && pytest",
@@ -38,15 +41,6 @@ def test_these_are_the_commands_of_the_readme() -> None:
         " > request.json",
         "gemma-gateway explain --config config/mixed-fleet.yaml request.json",
     ]
-
-
-async def test_the_demo() -> None:
-    """As a newcomer runs it, without a terminal; installing it is what CI does first."""
-    async with running("demo") as demo:
-        assert await demo.end(within_s=180) == 0
-        for name in ("short_chat", "long_document", "reasoning", "light-0", "light-1", "push", "tpu"):
-            assert name in demo.output
-        assert "6 jobs submitted, 6 ended. The box swapped models 2 times." in demo.output
 
 
 def test_ci_runs_the_test_command_as_it_stands() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import anyio
 import httpx
+import msgspec
 
 from gateway.demo.reasons import why
 from gateway.demo.site import BOX, BOXED
@@ -54,7 +55,8 @@ class Operator:
         self._read_box((await self._client.get("/admin/boxes")).raise_for_status().json()[BOX])
         owed = self._unexplained()
         if owed:
-            records = (await self._client.get("/admin/requests")).raise_for_status().json()
+            page = (await self._client.get("/admin/requests")).raise_for_status().content
+            records = msgspec.json.decode(page)  # many, at every look
             known = {record["id"]: record for record in records}
             for exchange in owed:
                 if record := known.get(exchange.request_id):

@@ -8,7 +8,6 @@ from xdist.workermanage import WorkerController
 
 HEAVY = re.compile(
     r"tests/(demo/test_demo|e2e/test_processes|e2e/test_\w*chaos)\.py::"
-    r"|tests/test_readme\.py::test_the_demo$"
     r"|tests/test_routing_benchmark\.py::test_over_http_"
 )
 """Tests that want more than a core for themselves: one runs at a time, in the order of its file."""
