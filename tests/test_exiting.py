@@ -71,7 +71,7 @@ def test_a_signal_is_heard_while_the_program_is_being_loaded(
 
 
 ENDED = """
-import os, sys
+import os, signal
 import anyio
 from gateway import __main__
 
@@ -81,20 +81,17 @@ def signalled(*arguments, **options):
     try:
         return run(*arguments, **options)
     finally:  # the program is about to exit
-        os.kill(os.getpid(), signal_number)
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
 
-signal_number = int(sys.argv.pop())
 anyio.run = signalled
 __main__.main()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT], ids=str)
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_signal_that_comes_once_all_is_stopped_changes_nothing(
-    workers: str, number: int, tmp_path: Path
-) -> None:
-    arguments = ["serve", str(lonely_config(tmp_path)), "--workers", workers, str(int(number))]
+def test_signals_that_come_once_all_is_stopped_change_nothing(workers: str, tmp_path: Path) -> None:
+    arguments = ["serve", str(lonely_config(tmp_path)), "--workers", workers]
     with subprocess.Popen(
         [sys.executable, "-c", ENDED, *arguments], stderr=subprocess.PIPE, text=True
     ) as process:

@@ -356,8 +356,7 @@ def test_a_worker_hears_what_comes_with_its_order(tmp_path: Path, heard: bytes, 
     assert (done.returncode, b'"stopped"' in done.stderr) == (0, True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT], ids=str)
-def test_a_worker_leaves_signals_to_its_parent(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_worker_leaves_signals_to_its_parent(tmp_path: Path) -> None:
     """As those of `pkill`, or of a terminal, which its parent gets, too."""
     path = configured(tmp_path, "admin: off")
     with bind("127.0.0.1", 0) as listen:
@@ -374,7 +373,8 @@ def test_a_worker_leaves_signals_to_its_parent(tmp_path: Path, number: signal.Si
             worker.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
             worker.stdin.flush()
             assert json.loads(worker.stdout.readline())["error"] is None
-            worker.send_signal(number)
+            for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+                worker.send_signal(number)
             worker.communicate(b"!!", timeout=60)
         assert worker.returncode == 0
 
