@@ -1,10 +1,13 @@
 """The box benchmark in small: two virtual hours of the traffic it is meant for."""
 
+from functools import cache
+
 import pytest
 
 from benchmarks import box
 
 
+@cache
 def run(seed: int, policy: str) -> box.Outcome:
     return box.run(seed, (8.0, 12.0, box.JOB_TOKENS), policy, hours=2.0)
 
