@@ -3,13 +3,11 @@
 import itertools
 import signal
 import socket
-import subprocess
 from typing import Any
 
-import anyio
 import pytest
 from support import clients
-from support.processes import COMMAND, running
+from support.processes import command, running
 
 from gateway.simulator import spark_pair
 
@@ -18,14 +16,10 @@ pytestmark = pytest.mark.anyio
 BOX = ["simulate-box", "--port", "0", "--speed", "1000"]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60)
-
-
 async def switch(control: str, *arguments: str) -> tuple[int, str]:
     """Return the exit status of a `box-switch`, and what it says."""
-    ended = await anyio.run_process([*COMMAND, "box-switch", "--control", control, *arguments], check=False)
-    return ended.returncode, (ended.stdout or ended.stderr).decode().strip()
+    ended = await command("box-switch", "--control", control, *arguments)
+    return ended.status, (ended.out or ended.err).strip()
 
 
 async def fetch(url: str) -> Any:
@@ -123,11 +117,11 @@ async def test_models_listen_on_the_ports_after_the_box(ports: list[int]) -> Non
         pytest.param(("--fail-chance", "2"), "--fail-chance", id="chance"),
     ],
 )
-def test_what_cannot_be_is_a_usage_error(arguments: tuple[str, ...], said: str) -> None:
-    ended = run("simulate-box", *(("--port", "0") if arguments else ()), *arguments)
+async def test_what_cannot_be_is_a_usage_error(arguments: tuple[str, ...], said: str) -> None:
+    ended = await command("simulate-box", *(("--port", "0") if arguments else ()), *arguments)
 
-    assert ended.returncode == 2
-    assert said in ended.stderr
+    assert ended.status == 2
+    assert said in ended.err
 
 
 def test_the_command_runs_the_pair_that_python_has() -> None:

@@ -8,6 +8,7 @@ import sys
 
 import httpx
 import pytest
+from support.processes import command
 
 SIMULATE = [sys.executable, "-m", "gateway", "simulate"]
 
@@ -69,10 +70,10 @@ def test_help_as_a_profile_lists_them() -> None:
         pytest.param(("--profile", "h100-tp1-light", "--port", "0", "--fault", "x"), "--fault", id="fault"),
     ],
 )
-def test_what_cannot_be_is_a_usage_error(arguments: tuple[str, ...], said: str) -> None:
-    ended = run(*arguments)
-    assert ended.returncode == 2
-    assert said in ended.stderr
+async def test_what_cannot_be_is_a_usage_error(arguments: tuple[str, ...], said: str) -> None:
+    ended = await command("simulate", *arguments)
+    assert ended.status == 2
+    assert said in ended.err
 
 
 def test_a_port_that_is_taken_is_status_2() -> None:
