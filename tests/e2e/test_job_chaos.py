@@ -42,7 +42,7 @@ from support.store_journal import JobHistory, job_histories
 
 SEEDS = [int(seed) for seed in os.environ.get("JOB_CHAOS_SEED", "20261121").split(",")]
 LOGS = os.environ.get("JOB_CHAOS_LOGS")
-JOBS = 300
+JOBS = 150
 ARRIVALS_PER_S = 12.0
 BLOWS = {"gateways": 3, "workers": 3, "stalls": 2, "engines": 3, "valkey": 2}
 """How often each kind is struck. Each model of the box is killed once, too: the second time is quarantine."""
