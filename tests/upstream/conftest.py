@@ -13,8 +13,8 @@ import anyio.lowlevel
 import pytest
 
 ACCEPTING_TURNS = 5
-"""Turns of asyncio's loop in which a connection that was just accepted becomes one that is served. If a server
-is closed meanwhile, its socket stays open: CPython 3.11 fails to make a transport then."""
+"""Turns of asyncio's loop in which a connection that was just accepted becomes one that is served. If its
+server is closed meanwhile, its socket stays open: CPython 3.11 fails to make a transport then."""
 
 
 class RealClock:
