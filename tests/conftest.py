@@ -98,8 +98,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def anyio_backend() -> str:
+    """For all but the modules that choose another. Once per module, as what its tests share may need it."""
     return "asyncio"
 
 

@@ -91,12 +91,6 @@ def authorization(key: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    """As everywhere, and for the whole module: the site outlives each test."""
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 async def opened(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
     async with AsyncExitStack() as stack:
         page = await stack.enter_async_context(browser(tmp_path_factory.mktemp("browser")))

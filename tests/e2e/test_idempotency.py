@@ -57,11 +57,6 @@ async def one(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[S
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 async def standing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
     """A gateway for those who are refused before anything is asked or kept, wherever keys are kept."""
     async with one_site(tmp_path_factory.mktemp("standing"), health={"interval_s": 5}) as running:

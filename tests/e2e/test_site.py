@@ -47,11 +47,6 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Site]:
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 async def standing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
     """A gateway for all who only ask, and of whose answer nothing depends on who asked before."""
     async with site(tmp_path_factory.mktemp("standing"), health={"interval_s": 5}) as running:

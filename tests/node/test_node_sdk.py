@@ -48,12 +48,6 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    """As everywhere, and for the whole module: the site outlives each test."""
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
     folder = tmp_path_factory.mktemp("node")
     node = NodeSdk.found(folder)
