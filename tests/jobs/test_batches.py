@@ -66,6 +66,17 @@ async def read_line(batch: Batch, line: BatchLine) -> NewJob:
     )
 
 
+def reading_until(is_full: anyio.Event) -> Callable[[Batch, BatchLine], Awaitable[NewJob]]:
+    """Return what makes jobs of lines, and sets an event with the first line for which there is no room."""
+
+    async def read(batch: Batch, line: BatchLine) -> NewJob:
+        if line.number > RULES.queued_max:
+            is_full.set()
+        return await read_line(batch, line)
+
+    return read
+
+
 def answer_to(text: str) -> bytes:
     choice = {"index": 0, "delta": {"role": "assistant", "content": text}, "finish_reason": "stop"}
     event = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]}
@@ -634,14 +645,8 @@ async def test_a_batch_of_whose_file_the_rest_is_lost_fails_with_what_it_has(
     world: BatchWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
     is_full = anyio.Event()
-
-    async def read(batch: Batch, line: BatchLine) -> NewJob:
-        if line.number > RULES.queued_max:  # which finds no room
-            is_full.set()
-        return await read_line(batch, line)
-
     await make(world, jsonl(40))
-    async with running(world, read):
+    async with running(world, reading_until(is_full)):
         await is_full.wait()
     await world.redis.delete(world.key("piece", "file-batch_1", "0"))
     async with working(world), running(world):
@@ -948,14 +953,13 @@ async def test_runners_that_are_thought_dead_write_every_line_of_a_cancelled_bat
 async def test_a_store_that_has_lost_the_last_steps_costs_no_line(world: BatchWorld) -> None:
     """As after a failover to a replica that lags, of which a runner that was waiting hears nothing."""
     is_at_fourth, may_go_on, has_all = anyio.Event(), anyio.Event(), anyio.Event()
+    read_on = reading_until(has_all)
 
     async def read(batch: Batch, line: BatchLine) -> NewJob:
         if line.number == 4:
             is_at_fourth.set()
             await may_go_on.wait()
-        if line.number > RULES.queued_max:  # which finds no room
-            has_all.set()
-        return await read_line(batch, line)
+        return await read_on(batch, line)
 
     await make(world, jsonl(20))
     async with running(world, read):
